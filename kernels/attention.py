@@ -1,0 +1,94 @@
+"""Attention as plain torch: dense over flagged rows with its logits as a by-product, and over the packed memory.
+
+Queries are packed by KV head, so head repetition is never materialised: a site's [B, Hq, Q, D] queries are read as
+[B, Hkv, G*Q, D] (rows ordered query head of the group first, then query). Imports torch only.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+NEG_INF = float("-inf")
+
+
+def pack_queries(q: Tensor, kv_heads: int) -> Tensor:
+    """[B, Hq, Q, D] → [B, Hkv, G*Q, D]."""
+    batch, heads, queries, dim = q.shape
+    return q.reshape(batch, kv_heads, heads // kv_heads * queries, dim)
+
+
+def unpack_queries(out: Tensor, query_heads: int) -> Tensor:
+    """[B, Hkv, G*Q, D] → [B, Hq, Q, D]."""
+    batch, kv_heads, rows, dim = out.shape
+    return out.reshape(batch, query_heads, rows * kv_heads // query_heads, dim)
+
+
+def pack_mask(mask: Tensor, query_heads: int, kv_heads: int, query_len: int) -> Tensor:
+    """A mask that broadcasts to [B, Hq, Q, N], as one that broadcasts to [B, Hkv, G*Q, N]."""
+    batch, heads, queries, size = mask.shape
+    if heads == 1 and queries == 1:
+        return mask
+    group = query_heads // kv_heads
+    if heads == 1:
+        return mask.expand(batch, group, queries, size).reshape(batch, 1, group * queries, size)
+    return mask.expand(batch, query_heads, query_len, size).reshape(batch, kv_heads, group * query_len, size)
+
+
+def apply_mask(logits: Tensor, mask: Tensor) -> Tensor:
+    """Bool: False becomes -inf. Float: added, in float32."""
+    if mask.dtype == torch.bool:
+        return torch.where(mask, logits, NEG_INF)
+    return logits + mask.float()
+
+
+def may_attend(mask: Tensor) -> Tensor:
+    """Where a mask lets through anything at all. A float mask blocks with -inf or with (half of) its dtype's minimum."""
+    if mask.dtype == torch.bool:
+        return mask
+    return mask > torch.finfo(mask.dtype).min / 2
+
+
+def over_memory(q: Tensor, mem_k: Tensor, mem_v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Attention over the packed memory.
+
+    Args:
+        q: [B, Hq, Q, Dk].
+        mem_k: [B, Hkv, S, Dk].
+        mem_v: [B, Hkv, S, Dv].
+        mask: [B, Hkv, 1 or G*Q, S], bool or float.
+        scale: factor of the logits.
+
+    Returns:
+        [B, Hq, Q, Dv] in q's dtype; softmax in float32.
+    """
+    packed = pack_queries(q, mem_k.shape[1])
+    logits = torch.matmul(packed, mem_k.transpose(-1, -2)).float() * scale
+    # A row whose memory holds nothing is never fast; its result is discarded, and must not be NaN times something.
+    weights = torch.softmax(apply_mask(logits, mask), dim=-1)
+    return unpack_queries(torch.matmul(weights.to(mem_v.dtype), mem_v), q.shape[1])
+
+
+def dense_row(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, length: int) -> tuple[Tensor, Tensor]:
+    """Dense attention of one row over its first `length` positions; the mask blocks the rest.
+
+    Args:
+        q: [Hkv, G*Q, Dk].
+        k: [Hkv, N, Dk].
+        v: [Hkv, N, Dv].
+        mask: [1 or Hkv, 1 or G*Q, N].
+        scale: factor of the logits.
+        length: positions to read (1..N).
+
+    Returns:
+        output [Hkv, G*Q, Dv] in q's dtype, and the masked float32 logits [Hkv, G*Q, length].
+    """
+    k, v, mask = k[:, :length], v[:, :length], mask[..., :length]
+    if q.dtype == torch.float32:
+        logits = torch.matmul(q, k.transpose(-1, -2))
+    else:
+        # One head at a time: the float32 copy of the keys is then one head's, not the cache's.
+        logits = torch.stack([q[h].float() @ k[h].float().T for h in range(k.shape[0])])
+    logits = apply_mask(logits.mul_(scale), mask)
+    weights = torch.softmax(logits, dim=-1)
+    return torch.matmul(weights.to(v.dtype), v), logits

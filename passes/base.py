@@ -1,0 +1,142 @@
+"""What flows through the compiler, and what every pass is.
+
+A pass is a frozen dataclass with a `name`; its options are its fields; it takes a `Work` and returns a new one. The base
+class times it, logs it (logger `sfi_compile.passes`, so `TORCH_LOGS="+sfi_compile.passes"` shows it) and, with
+`options={"dump": folder}`, writes the graph that it leaves behind.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from sfi_compile.compat.dynamo import example, fake_mode_of
+from sfi_compile.config import Config
+from sfi_compile.cost_model import CostModel
+from sfi_compile.site import MatchResult
+
+log = logging.getLogger("sfi_compile.passes")
+
+
+class VerificationError(RuntimeError):
+    """The compiler produced a graph that breaks its own rules: a defect, not a user's mistake."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StateTensor:
+    """One tensor of state that the graphs take as an extra input."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def allocate(self) -> torch.Tensor:
+        """A zeroed tensor of this kind."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Everything known about one graph at one stage of the pipeline."""
+
+    config: Config
+    graph: fx.GraphModule
+    """The graph; after `insert_guards` the guarded graph."""
+    match: MatchResult | None = None
+    cost: CostModel | None = None
+    """The cost model of the matched sites; None without sites."""
+    min_context: int | None = None
+    """Valid tokens from which a row keeps a memory; None: a memory never pays in this graph."""
+    state: tuple[StateTensor, ...] = ()
+    """Extra inputs, in the order in which the graphs take them."""
+    slow: fx.GraphModule | None = None
+    fast: fx.GraphModule | None = None
+
+    @property
+    def matched(self) -> MatchResult:
+        """The match; an error before the matcher has run."""
+        if self.match is None:
+            raise VerificationError("the graph has not been matched yet")
+        return self.match
+
+    @property
+    def pays(self) -> bool:
+        """Whether there is anything to rewrite."""
+        return bool(self.matched.sites) and self.min_context is not None
+
+    @property
+    def variants(self) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """The slow and the fast graph; an error before they exist."""
+        if self.slow is None or self.fast is None:
+            raise VerificationError("the graph has not been unswitched yet")
+        return self.slow, self.fast
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass(abc.ABC):
+    """One step of the compiler."""
+
+    name: ClassVar[str]
+
+    @abc.abstractmethod
+    def apply(self, work: Work) -> Work:
+        """The work after this pass. Must not change the graphs of `work` that other passes may still read."""
+
+    def __call__(self, work: Work) -> Work:
+        """Apply, time, log, dump."""
+        start = time.perf_counter()
+        result = self.apply(work)
+        log.debug("%s took %.1f ms", self.name, 1e3 * (time.perf_counter() - start))
+        return result
+
+
+def graphs_of(work: Work) -> dict[str, fx.GraphModule]:
+    """The graphs that exist at this stage, by name."""
+    if work.slow is not None and work.fast is not None:
+        return {"slow": work.slow, "fast": work.fast}
+    return {"graph": work.graph}
+
+
+def dump(work: Work, folder: Path, stage: int, name: str) -> None:
+    """Write the readable form of every graph of this stage: `NN_pass.graph.py`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for label, module in graphs_of(work).items():
+        text = module.print_readable(print_output=False)
+        (folder / f"{stage:02d}_{name}.{label}.py").write_text(text, encoding="utf-8")
+
+
+class Builder:
+    """Appends nodes to a graph and computes their fake values, so that later passes can read shapes."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        mode = fake_mode_of(graph)
+        if mode is None:
+            raise VerificationError("a graph without fake values cannot be rewritten")
+        self.graph, self.mode = graph, mode
+
+    def value(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The fake result of a call on nodes."""
+        with self.mode, torch.no_grad():
+            fake_args = fx.map_arg(args, example)
+            return target(*fake_args, **fx.map_arg(kwargs, example))
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        """Insert `target(*args, **kwargs)` at the graph's insertion point."""
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta["example_value"] = self.value(target, args, kwargs)
+        return node
+
+    def method(self, name: str, *args: Any, **kwargs: Any) -> fx.Node:
+        """Insert `args[0].name(*args[1:], **kwargs)` at the graph's insertion point."""
+        node = self.graph.call_method(name, args, kwargs)
+        node.meta["example_value"] = self.value(getattr(torch.Tensor, name), args, kwargs)
+        return node

@@ -1,0 +1,142 @@
+"""The FX graph as a digraph with data *and* mutation edges.
+
+Dynamo graphs mutate caches in place and then read the input again, not the result of the write, so def-use edges alone
+are wrong: a walk to a cache root, and a slice of what a value depends on, must follow the writes as well.
+"""
+
+from __future__ import annotations
+
+import operator
+from functools import cached_property
+
+import networkx as nx
+import torch
+from torch import fx
+
+_VIEW_METHODS = frozenset(
+    "view reshape transpose permute expand expand_as unsqueeze squeeze narrow select contiguous to float half bfloat16 "
+    "type detach flatten unflatten view_as chunk split unbind movedim swapaxes t alias".split()
+)
+"""Methods whose result may share its input's storage ("may" is the safe side for mutation edges)."""
+_VIEW_FUNCTIONS = frozenset(
+    {operator.getitem, torch.transpose, torch.permute, torch.unsqueeze, torch.squeeze, torch.reshape, torch.flatten}
+    | {torch.narrow, torch.select, torch.split, torch.chunk, torch.unbind, torch.movedim}
+)
+_INPLACE_OPERATORS = frozenset(
+    {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ior, operator.iand, operator.setitem}
+)
+
+_OPERATOR_KEYWORDS = frozenset({operator.and_, operator.or_, operator.not_, operator.is_})
+"""Named after keywords, hence the trailing underscore: not in place."""
+
+
+def mutated_argument(node: fx.Node) -> fx.Node | None:
+    """The node whose value `node` changes in place, or None.
+
+    In-place methods end in one underscore; operators know their schema; the rest is a short list.
+    """
+    if node.op not in ("call_method", "call_function"):
+        return None
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        for argument, value in zip(target._schema.arguments, node.args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, fx.Node):
+                return value
+        return None
+    if isinstance(node.kwargs.get("out"), fx.Node):
+        return node.kwargs["out"]
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    by_name = name.endswith("_") and not name.endswith("__") and target not in _OPERATOR_KEYWORDS
+    changes = target in _INPLACE_OPERATORS or by_name
+    if changes and node.args and isinstance(node.args[0], fx.Node):
+        return node.args[0]
+    return None
+
+
+def is_impure(node: fx.Node) -> bool:
+    """Whether a node must survive dead-code elimination. FX alone deletes in-place method calls, and so cache writes."""
+    if node.op in ("placeholder", "output") or mutated_argument(node) is not None:
+        return True
+    return bool(node.is_impure())
+
+
+class DataFlow:
+    """Data and mutation edges of one graph. A snapshot: build a new one after changing the graph."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.nodes = list(graph.nodes)
+        self.order = {node: i for i, node in enumerate(self.nodes)}
+        self._origin: dict[fx.Node, fx.Node] = {}
+        self._writes: dict[fx.Node, list[fx.Node]] = {}
+        for node in self.nodes:
+            written = mutated_argument(node)
+            source = written if written is not None else self._viewed(node)
+            self._origin[node] = node if source is None else self._origin[source]
+            if written is not None:
+                self._writes.setdefault(self._origin[written], []).append(node)
+
+    @staticmethod
+    def _viewed(node: fx.Node) -> fx.Node | None:
+        is_view = (node.op == "call_method" and node.target in _VIEW_METHODS) or (
+            node.op == "call_function" and node.target in _VIEW_FUNCTIONS
+        )
+        first = node.args[0] if is_view and node.args else None
+        return first if isinstance(first, fx.Node) else None
+
+    @cached_property
+    def digraph(self) -> nx.MultiDiGraph:
+        """Edges producer → user (`kind="data"`) and write → later reader of the same storage (`kind="mutation"`)."""
+        graph = nx.MultiDiGraph()
+        graph.add_nodes_from(self.nodes)
+        for node in self.nodes:
+            for source in node.all_input_nodes:
+                graph.add_edge(source, node, kind="data")
+                for write in self.reaching_writes(source, node):
+                    graph.add_edge(write, node, kind="mutation")
+        return graph
+
+    def origin(self, node: fx.Node) -> fx.Node:
+        """The node that owns the storage `node` may be a view of."""
+        return self._origin[node]
+
+    def writes(self, root: fx.Node) -> tuple[fx.Node, ...]:
+        """In-place writes to the storage of `root`, in program order."""
+        return tuple(self._writes.get(self.origin(root), ()))
+
+    def reaching_writes(self, value: fx.Node, reader: fx.Node) -> tuple[fx.Node, ...]:
+        """Writes to `value`'s storage that come before `reader`."""
+        at = self.order[reader]
+        return tuple(w for w in self.writes(value) if self.order[w] < at and w is not reader)
+
+    def slice_of(self, node: fx.Node) -> list[fx.Node]:
+        """Everything `node` depends on, itself included, through data and mutation, in program order."""
+        return sorted(nx.ancestors(self.digraph, node) | {node}, key=self.order.__getitem__)
+
+    def decides(self, predicate: fx.Node, sites: list[fx.Node]) -> bool:
+        """Whether `predicate` can be evaluated once, before all `sites`: it comes first, and nothing that it depends on
+        (through data or mutation) is a site or depends on one. This is dominance in a graph without branches.
+        """
+        if any(self.order[site] < self.order[predicate] for site in sites):
+            return False
+        return not (nx.ancestors(self.digraph, predicate) & set(sites))
+
+
+def extract(module: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, list[fx.Node]]:
+    """A module that computes `node` alone, and the placeholders that it takes, in order.
+
+    Inputs that the slice writes into are copied first: computing the value early must not do the graph's work twice.
+    """
+    flow = DataFlow(module.graph)
+    needed = flow.slice_of(node)
+    inputs = [n for n in needed if n.op == "placeholder"]
+    changed = {flow.origin(n) for n in needed if mutated_argument(n) is not None}
+    graph = fx.Graph()
+    mapping = {n: graph.placeholder(n.name) for n in inputs}
+    for n in inputs:
+        if n in changed:
+            mapping[n] = graph.call_method("clone", (mapping[n],))
+    for n in needed:
+        if n.op != "placeholder":
+            mapping[n] = graph.node_copy(n, mapping.__getitem__)
+    graph.output(mapping[node])
+    return fx.GraphModule(module, graph), inputs

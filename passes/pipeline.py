@@ -1,0 +1,33 @@
+"""The compiler as a table of contents: one ordered tuple is the run order and the cache key."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from pathlib import Path
+
+from sfi_compile.passes.base import Pass, Work, dump
+from sfi_compile.passes.commute_gather import CommuteGather
+from sfi_compile.passes.insert_guards import InsertGuards
+from sfi_compile.passes.lower import Lower
+from sfi_compile.passes.match_attention import MatchAttention
+from sfi_compile.passes.unswitch import Unswitch
+from sfi_compile.passes.verify import Verify
+
+ANALYSIS: tuple[Pass, ...] = (MatchAttention(),)
+REWRITE: tuple[Pass, ...] = (InsertGuards(), CommuteGather(), Unswitch(), Verify(), Lower())
+
+
+def run(passes: tuple[Pass, ...], work: Work, first_stage: int = 0) -> Work:
+    """Apply passes in order; with the `dump` option, write every stage."""
+    for stage, one in enumerate(passes, start=first_stage):
+        work = one(work)
+        if work.config.dump is not None:
+            dump(work, Path(work.config.dump), stage, one.name)
+    return work
+
+
+def cache_key() -> str:
+    """A digest of the passes in their order: names, options, and sources."""
+    parts = [f"{one!r}\n{inspect.getsource(type(one))}" for one in (*ANALYSIS, *REWRITE)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -1,0 +1,100 @@
+"""verify: the graphs are legal, and the fast graph does no work on a context-sized axis.
+
+The second claim is what makes a fast step cost the same at 8K and at 128K by construction. It is checked by following
+context-sized axes forward: they enter through cache roots, through inputs as long as the context, and through
+constructors (`arange(N)`); they end at `sfi::` operators, whose results have the size of their index or of the memory.
+Allowed are the cache roots themselves, the in-place writes into them, and views of either.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from sfi_compile.compat.dynamo import example
+from sfi_compile.passes.base import Pass, VerificationError, Work
+from sfi_compile.passes.dataflow import DataFlow, mutated_argument
+
+_COND = torch.ops.higher_order.cond
+_ENDS = frozenset({torch.ops.sfi.gather.default, torch.ops.sfi.memory_attention.default, torch.ops.sfi.append.default})
+_LOOKUPS = frozenset({torch.ops.aten.index.Tensor})
+"""Reads as many elements as its index has, whatever the size of the table."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Verify(Pass):
+    """Raises `VerificationError`; changes nothing."""
+
+    name: ClassVar[str] = "verify"
+
+    def apply(self, work: Work) -> Work:
+        """The same work."""
+        slow, fast = work.variants
+        for label, module in (("slow", slow), ("fast", fast)):
+            module.graph.lint()
+            if any(n.target is _COND for n in module.graph.nodes):
+                raise VerificationError(f"the {label} graph still holds a cond")
+            same_writes(work.graph.graph, module.graph, label)
+        for site in work.matched.sites:
+            found = context_sized(fast.graph, site.context, {n.name for n in site.context_sources})
+            if found:
+                lines = "; ".join(f"{n.name} = {n.format_node()}" for n in found[:3])
+                raise VerificationError(f"the fast graph works on the whole context ({site.context}): {lines}")
+        return work
+
+
+def same_writes(guarded: fx.Graph, graph: fx.Graph, label: str) -> None:
+    """Every in-place write of the guarded graph must have survived: a lost one is a lost token of the cache."""
+    alive = {n.name for n in graph.nodes}
+    lost = [n.name for n in guarded.nodes if mutated_argument(n) is not None and n.name not in alive]
+    if lost:
+        raise VerificationError(f"the {label} graph lost the writes {', '.join(lost)}")
+
+
+def context_sized(graph: fx.Graph, size: int, sources: set[str]) -> list[fx.Node]:
+    """Nodes that compute something with an axis of the context's `size`; roots, writes to them, and views aside.
+
+    `sources` names the nodes where that axis enters. An equal size elsewhere (a hidden size, say) is not the context.
+    What serves only attention that was left dense is not counted: that site works on its context in every step.
+    """
+    flow = DataFlow(graph)
+    dense = _serving_dense(graph)
+    tainted: set[fx.Node] = set()
+    found: list[fx.Node] = []
+    for node in graph.nodes:
+        if node in dense or node.op == "output" or node.target in _ENDS or not _has_axis(example(node), size):
+            continue
+        is_input = node.op in ("placeholder", "get_attr")
+        if node.name in sources:
+            tainted.add(node)
+            if not is_input:
+                found.append(node)
+        elif flow.origin(node) is not node and flow.origin(node) in tainted:
+            tainted.add(node)  # a view, or a write in place
+            if flow.origin(node).op not in ("placeholder", "get_attr"):
+                found.append(node)
+        elif not is_input and node.target not in _LOOKUPS and tainted & set(node.all_input_nodes):
+            tainted.add(node)
+            found.append(node)
+    return found
+
+
+def _serving_dense(graph: fx.Graph) -> set[fx.Node]:
+    """Attention that was left dense, and what feeds nothing else."""
+    softmax = (torch.softmax, torch.nn.functional.softmax, "softmax")
+    serving = {
+        n for n in graph.nodes if n.target is torch.nn.functional.scaled_dot_product_attention or n.target in softmax
+    }
+    for node in reversed(list(graph.nodes)):
+        if node.users and all(u in serving for u in node.users) and node.op not in ("placeholder", "output"):
+            serving.add(node)
+    return serving
+
+
+def _has_axis(value: Any, size: int) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(_has_axis(item, size) for item in value)
+    return isinstance(value, torch.Tensor) and any(int(n) == size for n in value.shape)

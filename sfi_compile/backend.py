@@ -1,0 +1,126 @@
+"""`torch.compile(model, backend="sfi")`: the whole story on one page.
+
+Dynamo hands over a graph. If it is a decode step whose attention sites can be rewritten, it leaves as a slow graph and
+a fast graph behind one guard; otherwise it is compiled as `backend="inductor"` would.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from sfi_compile import diagnostics
+from sfi_compile.compat.dynamo import copy_graph_module, needs_gradients
+from sfi_compile.compat.inductor import compile_graph, mode_patches
+from sfi_compile.config import Config
+from sfi_compile.cost_model import CostModel, SiteShape
+from sfi_compile.passes import pipeline
+from sfi_compile.passes.base import VerificationError, Work
+from sfi_compile.passes.dataflow import extract
+from sfi_compile.passes.match_attention import is_prefill
+from sfi_compile.runtime import DecodeRunner, GuardInputs
+from sfi_compile.site import MatchResult, RejectedSitesError, Rejection, Site
+
+log = logging.getLogger("sfi_compile")
+
+
+def sfi(gm: fx.GraphModule, example_inputs: Sequence[Any], **settings: Any) -> Callable[..., Any]:
+    """The Dynamo backend; `settings` are `options=` and `mode=` of `torch.compile`.
+
+    Raises:
+        OptionError: a bad option.
+        ValueError: a bad mode.
+        RejectedSitesError: `strict=True` and a decode graph with a site that must stay dense.
+    """
+    config = Config.from_options(settings.get("options"))
+    patches = mode_patches(settings.get("mode") or config.mode)
+    if needs_gradients(example_inputs):
+        log.warning("sfi: gradients are enabled, so this graph is compiled by plain Inductor; use torch.no_grad()")
+        return compile_graph(gm, example_inputs, patches)
+    if is_prefill(gm.graph):
+        return compile_graph(gm, example_inputs, patches)
+
+    work = analyse(gm, config)
+    _report(work.matched, config)
+    if not work.pays:
+        return compile_graph(gm, example_inputs, patches)
+
+    guard = _guard_inputs(work.matched, work.graph)
+    work = pipeline.run(pipeline.REWRITE, work, first_stage=len(pipeline.ANALYSIS))
+    added = [n.meta["example_value"] for n in work.graph.graph.nodes if n.op == "placeholder"][-len(work.state) :]
+    inputs = [*example_inputs, *added]
+    slow, fast = (compile_graph(module, inputs, patches) for module in work.variants)
+    diagnostics.counters.graphs += 1
+    state = {s.name: s.allocate() for s in work.state}
+    return DecodeRunner(slow, fast, guard, state, config, len(work.matched.sites))
+
+
+def analyse(gm: fx.GraphModule, config: Config) -> Work:
+    """Match a graph (its copy) and find the context from which a memory pays. Changes nothing."""
+    work = pipeline.run(pipeline.ANALYSIS, Work(config, copy_graph_module(gm)))
+    sites = work.matched.sites
+    if not sites:
+        return work
+    cost = CostModel.of([_shape(s) for s in sites], config)
+    allocated = min(s.context for s in sites)
+    if cost.threshold is not None and cost.threshold <= allocated:
+        return dataclasses.replace(work, cost=cost, min_context=cost.threshold)
+    needs = "never" if cost.threshold is None else f"from {cost.threshold} tokens"
+    short = Rejection(
+        "context-too-short",
+        "graph",
+        f"the cache holds {allocated} positions and a memory pays {needs}",
+        "raise max_cache_len, lower k_head and recent, or set min_context (0: always use the memory)",
+    )
+    match = dataclasses.replace(work.matched, rejections=(*work.matched.rejections, short))
+    return dataclasses.replace(work, cost=cost, match=match)
+
+
+def _shape(site: Site) -> SiteShape:
+    return SiteShape(
+        batch=site.batch,
+        query_heads=site.query_heads,
+        kv_heads=site.kv_heads,
+        key_dim=site.key_dim,
+        value_dim=site.value_dim,
+        query_len=site.query_len,
+        context=site.context,
+        itemsize=site.dtype.itemsize,
+        repeats_heads=site.repeats_heads,
+        masked=True,
+    )
+
+
+def _report(match: MatchResult, config: Config) -> None:
+    """One log line per rejection; an error with `strict=True`."""
+    if match.rejections and config.strict:
+        raise RejectedSitesError(match.rejections)
+    for rejection in match.rejections:
+        if rejection not in diagnostics.counters.rejections:
+            diagnostics.counters.rejections[rejection] = None
+            log.warning("sfi: left dense: %s", rejection)
+    if not match.sites and not match.rejections:
+        log.info("sfi: a graph without attention is compiled by plain Inductor")
+
+
+def _guard_inputs(match: MatchResult, module: fx.GraphModule) -> GuardInputs:
+    """Where the runtime finds position, tokens and fingerprint among the graph's inputs."""
+    guard = match.guard
+    if guard is None:
+        raise VerificationError("sites without a guard")
+    inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
+    position, used = extract(module, guard.position)
+    layout = guard.write.layout
+    return GuardInputs(
+        position=position,
+        position_arguments=tuple(inputs.index(n) for n in used),
+        tokens=None if guard.tokens is None else inputs.index(guard.tokens),
+        root=inputs.index(guard.write.root),
+        axis=guard.write.axis,
+        batch=match.sites[-1].batch,
+        batch_axis=layout.index("b") if "b" in layout else None,
+    )

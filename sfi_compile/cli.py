@@ -1,0 +1,241 @@
+"""The command line `sfi`: reads arguments, calls the lab, shows tables, writes JSON.
+
+Imports typer and the lab. torch and transformers are imported inside the commands, so that `--help` answers at once.
+Every problem with a request is one line, `sfi: error: …`, on stderr and exit code 2.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sfi_compile.config import Config, OptionError
+from sfi_compile.lab.errors import LabError
+
+app = typer.Typer(
+    name="sfi",
+    help="Cheap long-context decoding as a torch.compile backend: try it, explain it, measure it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _whole(low: int) -> dict[str, Any]:
+    """Settings of a typer option that is a whole number >= `low`."""
+
+    def parse(value: str) -> int:
+        try:
+            number = int(value)
+        except ValueError:
+            number = low - 1
+        if number < low:
+            raise typer.BadParameter(f"{value!r}; allowed: a whole number >= {low}")
+        return number
+
+    return {"parser": parse, "metavar": "INTEGER"}
+
+
+Model = Annotated[str, typer.Option(help="smollm2, a folder that holds config.json, or a .gguf file.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file as JSON.")]
+Options = Annotated[
+    list[str] | None, typer.Option("--option", help="Backend option as key=value, e.g. k_head=512; may be repeated.")
+]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Shapes = Annotated[
+    str, typer.Option("--shape", help="tiny-cpu, smollm2-135m, qwen3-0.6b or qwen3-4b; comma-separated.")
+]
+Counts = Annotated[str, typer.Option(help="Rows per batch, or cached tokens before the first step; comma-separated.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads; torch's own choice if left out.", **_whole(1))]
+
+
+@app.command(epilog="Example: sfi generate --model smollm2 --context 3072 --new-tokens 200 --json out.json")
+def generate(
+    model: Model = "smollm2",
+    prompt_file: Annotated[str | None, typer.Option(help="UTF-8 text file to read the prompt from.")] = None,
+    text: Annotated[str, typer.Option(help="Named text, used without --prompt-file: sotu.")] = "sotu",
+    context: Annotated[int, typer.Option(help="Prompt tokens to keep.", **_whole(2))] = 3072,
+    new_tokens: Annotated[int, typer.Option(help="Tokens to decode.", **_whole(1))] = 200,
+    seed: Annotated[int, typer.Option(help="Which speech the text begins with.", **_whole(0))] = 0,
+    dtype: Dtype = "float32",
+    device: Device = "auto",
+    option: Options = None,
+    max_cache_len: Annotated[int | None, typer.Option(help="Positions of the KV cache.", **_whole(1))] = None,
+    threads: Threads = None,
+    json: Json = None,
+) -> None:
+    """Decode a long text twice in one run, dense and with SFI, and show what happened."""
+    options = parse_options(option)
+    from sfi_compile.lab import report
+
+    report.check_json_path(json)
+    from sfi_compile.lab import models
+    from sfi_compile.lab.generate import GenerateSettings, Observer, run_generate
+
+    _set_threads(threads)
+    screen = report.Screen()
+    settings = GenerateSettings(
+        model=model,
+        prompt_file=prompt_file,
+        text=text,
+        context=context,
+        new_tokens=new_tokens,
+        seed=seed,
+        dtype=models.parse_dtype(dtype),
+        device=models.parse_device(device),
+        options=options,
+        max_cache_len=max_cache_len,
+    )
+    result = run_generate(settings, Observer(screen.busy, screen.bar, screen.stream))
+    screen.end_stream()
+    report.show_generate(screen, result)
+    report.write_json(json, result)
+
+
+@app.command(epilog="Example: sfi explain --model smollm2 --max-cache-len 8192")
+def explain(
+    model: Model = "smollm2",
+    max_cache_len: Annotated[int, typer.Option(help="Positions of the KV cache.", **_whole(16))] = 4096,
+    dtype: Dtype = "float32",
+    device: Device = "auto",
+    json: Json = None,
+) -> None:
+    """Show which attention sites of one decode step SFI would rewrite, which not and why; nothing is compiled."""
+    from sfi_compile.lab import report
+
+    report.check_json_path(json)
+    import sfi_compile
+    from sfi_compile.lab import models
+    from sfi_compile.lab.decode import prefill
+
+    screen = report.Screen()
+    numeric, place = models.parse_dtype(dtype), models.parse_device(device)
+    with screen.busy(f"loading {model}"):
+        decoder, tokenizer = models.load(model, numeric, place)
+    import torch
+
+    ids = torch.arange(8, device=place)[None] % len(tokenizer)
+    cache = models.static_cache(decoder, max_cache_len)
+    prefill(decoder, ids, cache)
+    with screen.busy("tracing one decode step"):
+        found = sfi_compile.explain(decoder, ids[:, -1:], **{models.cache_keyword(decoder): cache, "use_cache": True})
+    screen.out.print(str(found), markup=False)
+    report.write_json(json, found.as_dict())
+
+
+@app.command(epilog="Example: sfi bench --shape tiny-cpu --context 2048,8192,32768 --new-tokens 64 --json bench.json")
+def bench(
+    shape: Shapes = "tiny-cpu",
+    batch: Counts = "1",
+    context: Counts = "2048,8192,32768",
+    new_tokens: Annotated[int, typer.Option(help="Decode steps of the measured run.", **_whole(8))] = 64,
+    seed: Annotated[int, typer.Option(help="Seed of weights, cache and tokens.", **_whole(0))] = 0,
+    dtype: Dtype = "float32",
+    device: Device = "auto",
+    option: Options = None,
+    threads: Threads = None,
+    json: Json = None,
+) -> None:
+    """Time dense, slow and fast steps of a decoder with random weights on a cache filled at random."""
+    options = parse_options(option)
+    batches, contexts = parse_counts("--batch", batch), parse_counts("--context", context)
+    from sfi_compile.lab import report
+
+    report.check_json_path(json)
+    from sfi_compile.lab import models
+    from sfi_compile.lab.bench import BenchSettings, run_bench
+
+    _set_threads(threads)
+    screen = report.Screen()
+    shapes = tuple(name.strip() for name in shape.split(","))
+    settings = BenchSettings(
+        shapes, batches, contexts, new_tokens, models.parse_dtype(dtype), models.parse_device(device), options, seed
+    )
+    with screen.busy("starting"):
+        result = run_bench(settings, screen.describe)
+    report.show_bench(screen, result)
+    report.write_json(json, result)
+
+
+@app.command(epilog="Example: sfi doctor")
+def doctor(device: Device = "auto", json: Json = None) -> None:
+    """Check the installation: versions, compiler, backend, and a small decoder. Exit code 1 if something is wrong."""
+    from sfi_compile.lab import report
+
+    report.check_json_path(json)
+    from sfi_compile.lab import models
+    from sfi_compile.lab.doctor import run_doctor
+
+    screen = report.Screen()
+    with screen.busy("checking"):
+        result = run_doctor(models.parse_device(device))
+    report.show_checks(screen, result)
+    report.write_json(json, result)
+    if not result["ok"]:
+        raise typer.Exit(1)
+
+
+def parse_options(items: Sequence[str] | None) -> dict[str, Any]:
+    """`["k_head=512", …]` as backend options: values are Python literals, anything else is a string.
+
+    Raises:
+        LabError: an item without "=".
+        OptionError: an unknown key or a value that the option cannot take.
+    """
+    options: dict[str, Any] = {}
+    for item in items or ():
+        key, equals, value = item.partition("=")
+        if not equals or not key:
+            raise LabError(f"--option is {item!r}; allowed: key=value, e.g. k_head=512")
+        try:
+            options[key.strip()] = ast.literal_eval(value.strip())
+        except (ValueError, SyntaxError):
+            options[key.strip()] = value.strip()
+    Config.from_options(options)
+    return options
+
+
+def parse_counts(name: str, text: str) -> tuple[int, ...]:
+    """`"2048,8192"` as whole numbers. Raises LabError if one is not a whole number >= 1."""
+    counts = []
+    for item in text.split(","):
+        if not item.strip().isdecimal() or int(item) < 1:
+            raise LabError(f"{name} is {text!r}; allowed: whole numbers >= 1, comma-separated")
+        counts.append(int(item))
+    return tuple(counts)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line (`argv` without the program's name; default `sys.argv[1:]`); returns the exit code."""
+    # typer.BadParameter < UsageError < ClickException; typer exports only the first by name.
+    usage_error: Any = typer.BadParameter.__mro__[2]
+    try:
+        code = app(args=None if argv is None else list(argv), prog_name="sfi", standalone_mode=False)
+    except (LabError, OptionError) as error:
+        return _fail(str(error).removeprefix("sfi: "))
+    except usage_error as error:
+        return _fail(error.format_message())
+    except typer.Exit as stop:
+        return stop.exit_code
+    except (typer.Abort, KeyboardInterrupt):
+        return _fail("interrupted", 130)
+    return code if isinstance(code, int) else 0
+
+
+def _fail(message: str, code: int = 2) -> int:
+    if message:
+        print(f"sfi: error: {message}", file=sys.stderr)
+    return code
+
+
+def _set_threads(threads: int | None) -> None:
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)

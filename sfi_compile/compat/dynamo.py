@@ -1,0 +1,106 @@
+"""What Dynamo hangs on its graphs without saying so. Checked on torch 2.11.0 and 2.13.0.
+
+A copy made by `copy.deepcopy` loses the sources of parameters and inputs; without them no input counts as static, and
+CUDA graphs are skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+_STATIC = {"_dynamo_static_input_type": "unguarded"}
+
+
+def example(node: fx.Node) -> Any:
+    """The fake value that Dynamo (or a pass) recorded for a node; None where there is none."""
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def fake_mode_of(graph: fx.Graph) -> FakeTensorMode | None:
+    """The fake mode in which a Dynamo graph was traced."""
+    for node in graph.nodes:
+        value = example(node)
+        if isinstance(value, FakeTensor):
+            return value.fake_mode
+    return None
+
+
+def copy_graph_module(gm: fx.GraphModule, graph: fx.Graph | None = None) -> fx.GraphModule:
+    """A module with its own copy of `graph` (default: `gm`'s), that still knows the sources of its inputs."""
+    source = gm.graph if graph is None else graph
+    new = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    result = new.graph_copy(source, mapping)
+    if not any(n.op == "output" for n in new.nodes):
+        new.output(result)
+    for old, copied in mapping.items():
+        copied.meta = dict(old.meta)
+        if hasattr(old, "_dynamo_source"):
+            copied._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
+    module = fx.GraphModule(gm, new)
+    for name in ("_param_name_to_source", "compile_subgraph_reason", "meta"):
+        if hasattr(gm, name):
+            setattr(module, name, getattr(gm, name))
+    return module
+
+
+def add_static_input(graph: fx.Graph, name: str, tensor: torch.Tensor, mode: FakeTensorMode) -> fx.Node:
+    """Add a placeholder after the last one, for a tensor whose address never changes. Returns its node."""
+    last = [n for n in graph.nodes if n.op == "placeholder"][-1]
+    with graph.inserting_after(last):
+        node = graph.placeholder(name)
+    # static_shapes: otherwise the shape environment gets symbols that have no source, and guard building fails.
+    node.meta["example_value"] = mode.from_tensor(tensor, static_shapes=True)
+    node.meta["tensor_dict"] = dict(_STATIC)
+    node._dynamo_source = None  # type: ignore[attr-defined]
+    return node
+
+
+def module_path(node: fx.Node) -> str:
+    """Path of the module that a node was traced in ("model.layers.0.self_attn"), or its own name."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return node.name
+    path = str(list(stack.values())[-1][0])
+    for noise in ("L['self'].", "L['args'][0].", "L['self']", "L['args'][0]"):
+        path = path.replace(noise, "")
+    return path.replace("_modules['", "").replace("']", "") or node.name
+
+
+def needs_gradients(inputs: Sequence[Any]) -> bool:
+    """Whether a graph with these inputs must be differentiable."""
+    return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in inputs)
+
+
+class _Stop(Exception):
+    """Ends a compilation before anything runs."""
+
+
+def trace_once(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], see: Callable[[fx.GraphModule], None]
+) -> str | None:
+    """Let Dynamo trace a call, show the graph to `see`, and stop before it is compiled or executed.
+
+    Returns:
+        None, or the first line of the reason why Dynamo cannot trace the call as one graph.
+    """
+    from torch._dynamo.exc import BackendCompilerFailed, Unsupported
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        see(gm)
+        raise _Stop
+
+    try:
+        torch.compile(function, backend=backend, fullgraph=True)(*args, **kwargs)
+    except BackendCompilerFailed as failure:
+        if not isinstance(failure.inner_exception, _Stop):
+            raise failure.inner_exception from None
+        return None
+    except Unsupported as reason:
+        return str(reason).strip().splitlines()[0]
+    return "the call has nothing to compile"

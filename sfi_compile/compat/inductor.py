@@ -1,0 +1,62 @@
+"""Inductor's private entry points. Checked on torch 2.11.0, 2.13.0; the same names exist in 2.12 and 2.14."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -> Callable[..., Any]:
+    """Compile an FX graph as `backend="inductor"` would, with Inductor config `patches`."""
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled = compile_fx(gm, list(inputs), config_patches=patches or None)
+    if not callable(compiled):
+        raise TypeError(f"Inductor returned {type(compiled).__name__}, not a callable")
+    return compiled  # type: ignore[no-any-return]
+
+
+def mode_patches(mode: str | None) -> dict[str, Any]:
+    """Inductor config that `torch.compile(mode=...)` stands for.
+
+    Raises:
+        ValueError: `mode` is not one of Inductor's, with the names allowed.
+    """
+    if mode is None or mode == "default":
+        return {}
+    from torch._inductor import list_mode_options
+
+    allowed = list_mode_options()
+    if mode not in allowed:
+        raise ValueError(f"sfi: mode is {mode!r}; allowed: {', '.join(map(repr, allowed))}")
+    return dict(list_mode_options(mode))
+
+
+@contextmanager
+def fresh_cache() -> Iterator[None]:
+    """Run with an empty Inductor cache (kernels and graphs), so that a compile time is a compile time."""
+    from torch._inductor.utils import fresh_cache as fresh
+
+    with fresh():
+        yield
+
+
+def compile_function(
+    function: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], patches: dict[str, Any]
+) -> Callable[..., torch.Tensor]:
+    """Trace a tensor function at fixed shapes and compile it with Inductor, without Dynamo."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with torch.no_grad():
+        traced = make_fx(function, tracing_mode="fake")(*inputs)
+        compiled = compile_graph(traced, inputs, patches)
+
+    def call(*args: torch.Tensor) -> torch.Tensor:
+        out = compiled(*args)
+        return out[0] if isinstance(out, (list, tuple)) else out  # type: ignore[no-any-return]
+
+    return call

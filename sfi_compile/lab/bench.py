@@ -1,0 +1,185 @@
+"""`sfi bench`: dense, slow and fast steps of one decoder shape in one run, each step named by the backend's counters.
+
+Imports the package's public names, `compat.inductor` and the lab.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+import sfi_compile
+from sfi_compile.compat.inductor import fresh_cache
+from sfi_compile.lab.decode import Decoder, interquartile_range, median
+from sfi_compile.lab.errors import LabError
+from sfi_compile.lab.shapes import Shape, build, filled_cache, find_shape, rewind, weight_bytes
+
+BOUNDARY_SHARE = 20
+"""One token id in so many is a boundary; tokens are drawn uniformly, so sentences last this long on average."""
+WARM_STEPS = 6
+"""Untimed steps before the measured ones: they compile both variants."""
+FORCED_SLOW_STEPS = 8
+"""Slow steps timed after the measured run, each from an invalid memory, so that their median means something."""
+DENSE_STEPS = 32
+"""At most so many dense steps are timed."""
+COPY_BYTES = 1 << 28
+"""Size of the buffer whose copy measures the memory bandwidth."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchSettings:
+    """What to measure: every shape × batch × context."""
+
+    shapes: tuple[str, ...]
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    new_tokens: int
+    dtype: torch.dtype
+    device: str
+    options: dict[str, Any]
+    seed: int = 0
+
+
+def run_bench(settings: BenchSettings, status: Callable[[str], None]) -> dict[str, Any]:
+    """Measure every row; keys as in docs/cli.md. `status` is told what is going on.
+
+    Raises:
+        LabError: unknown shape, or a row without a single fast step.
+    """
+    chosen = {name: find_shape(name) for name in settings.shapes}
+    status("measuring the memory bandwidth")
+    bandwidth = copy_bandwidth(settings.device)
+    rows: list[dict[str, Any]] = []
+    for name, shape in chosen.items():
+        for batch in settings.batches:
+            for context in settings.contexts:
+                row = f"{name}, batch {batch}, context {context}"
+                tell = functools.partial(_tell, status, row)
+                rows.append(_measure(name, shape, batch, context, settings, bandwidth, tell))
+    return {"rows": rows, "bandwidth_gb_s": bandwidth / 1e9, "versions": versions(), "threads": torch.get_num_threads()}
+
+
+def _measure(
+    name: str,
+    shape: Shape,
+    batch: int,
+    context: int,
+    settings: BenchSettings,
+    bandwidth: float,
+    status: Callable[[str], None],
+) -> dict[str, Any]:
+    torch.manual_seed(settings.seed)
+    longest = context + WARM_STEPS + settings.new_tokens + FORCED_SLOW_STEPS
+    status("building the decoder")
+    model = build(shape, settings.dtype, settings.device, longest)
+    cache = filled_cache(model, shape, batch, context, longest)
+    tokens = torch.randint(shape.vocab, (longest - context, batch, 1), device=settings.device)
+
+    status("dense: compiling and measuring")
+    with fresh_cache():
+        dense = Decoder(model, cache, "inductor")
+        for step in range(2 + min(settings.new_tokens, DENSE_STEPS)):
+            dense.step(tokens[step])
+
+    rewind(cache, context)
+    boundaries = tuple(range(0, shape.vocab, BOUNDARY_SHARE))
+    # min_context=0: a fast step is to be measured also where the default would rather stay dense.
+    options = {"boundary_token_ids": boundaries, "min_context": 0, **settings.options}
+    status("sfi: compiling")
+    with fresh_cache():
+        sparse = Decoder(model, cache, "sfi", options)
+        for step in range(WARM_STEPS):
+            sparse.step(tokens[step])
+        status("sfi: measuring")
+        for step in range(WARM_STEPS, WARM_STEPS + settings.new_tokens):
+            sparse.step(tokens[step])
+        counted = sfi_compile.stats()
+        for step in range(WARM_STEPS + settings.new_tokens, longest - context):
+            sfi_compile.reset()
+            sparse.step(tokens[step])
+    if not sparse.timed("fast"):
+        reasons = [f"{counted.slow_steps} slow steps, {counted.short_steps} of them short of the minimum context"]
+        reasons += [str(rejection) for rejection in counted.rejections]
+        raise LabError(f"{name}, context {context}: no fast step was timed ({'; '.join(reasons)})")
+    natural = [s.seconds for s in sparse.steps[WARM_STEPS : WARM_STEPS + settings.new_tokens] if not s.compiled]
+    itemsize = torch.empty(0, dtype=settings.dtype).element_size()
+    read = weight_bytes(model, shape) + shape.support_bytes(batch, counted.support or 0.0, itemsize)
+    kinds = {"dense": dense, "slow": sparse, "fast": sparse}
+    return {
+        "shape": name,
+        "batch": batch,
+        "context": context,
+        **{f"{kind}_ms": _ms(median(decoder.timed(kind))) for kind, decoder in kinds.items()},
+        "mean_ms": _ms(statistics.fmean(natural) if natural else None),
+        "floor_ms": _ms(read / bandwidth),
+        "spread": {kind: _ms(interquartile_range(decoder.timed(kind))) for kind, decoder in kinds.items()},
+        "compile_s": {"dense": round(dense.compile_seconds(), 2), "sfi": round(sparse.compile_seconds(), 2)},
+        "memory_bytes": counted.memory_bytes,
+        "cache_bytes": sum(t.numel() * t.element_size() for layer in cache.layers for t in (layer.keys, layer.values)),
+        "peak_rss_bytes": peak_rss(),
+        "steps": {"dense": len(dense.timed()), "slow": len(sparse.timed("slow")), "fast": len(sparse.timed("fast"))},
+        "triggers": dict(counted.triggers),
+        "support": counted.support,
+        "sites": counted.sites,
+        "rejections": [rejection.as_dict() for rejection in counted.rejections],
+    }
+
+
+def copy_bandwidth(device: str) -> float:
+    """Bytes/s that a copy moves (read plus written), the best of a few; the rate behind `floor_ms`."""
+    source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    best = math.inf
+    for _ in range(7):
+        _synchronize(device)
+        start = time.perf_counter()
+        target.copy_(source)
+        _synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * COPY_BYTES / best
+
+
+def peak_rss() -> int | None:
+    """Largest resident size of this process so far, in bytes; None where the system does not tell."""
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of what the numbers depend on, and the processor; None: not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in ("sfi-compile", "torch", "triton", "transformers"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    processor = platform.processor() or platform.machine()
+    found["processor"] = torch.cuda.get_device_name() if torch.cuda.is_available() else processor
+    return found
+
+
+def _tell(status: Callable[[str], None], row: str, text: str) -> None:
+    status(f"{row}: {text}")
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1e3, 4)
+
+
+def _synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()

@@ -1,0 +1,132 @@
+"""One decode loop for everything in the lab: prefill, timed steps, and what each step was, read from the counters.
+
+Imports the package's public names, `lab.errors` and `lab.models`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import sfi_compile
+from sfi_compile.lab.errors import LabError
+from sfi_compile.lab.models import cache_keyword
+
+PREFILL_CHUNK = 256
+"""Prompt tokens per eager prefill call: bounds the [chunk, context] mask and score tensors."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One timed decode step."""
+
+    seconds: float
+    kind: str
+    """"slow" or "fast" by the backend's own counters; "dense" if neither moved."""
+    compiled: bool
+    """Compilation happened in it (or may have: the first step of its kind), so it is no timing."""
+
+
+class Decoder:
+    """A compiled model on one static cache, stepped one token at a time; `steps` records every step.
+
+    Args:
+        model: causal decoder with `forward(input_ids, cache=…)`.
+        cache: its static cache, already filled by `prefill` (or by hand).
+        backend: "inductor" (the dense reference) or "sfi".
+        options: options of `backend="sfi"`.
+    """
+
+    def __init__(self, model: Any, cache: Any, backend: str, options: dict[str, Any] | None = None) -> None:
+        # Both backends trace the same code object; without this they would share Dynamo's cache and recompile limit.
+        torch._dynamo.reset()
+        self.steps: list[Step] = []
+        self._call: Any = torch.compile(model, backend=backend, dynamic=False, options=options)
+        self._keywords = {cache_keyword(model): cache, "use_cache": True}
+        self._counted = backend == "sfi"
+        if self._counted:
+            sfi_compile.reset()
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Feed int64 tokens [batch, 1]; returns the logits [batch, vocab] of the next token.
+
+        Raises:
+            LabError: `strict=True` and a site was rejected.
+        """
+        # A view of a longer prompt has other strides than a fresh [batch, 1] tensor, which would compile a second time.
+        tokens = tokens.clone(memory_format=torch.contiguous_format)
+        before, graphs = sfi_compile.stats() if self._counted else None, _dynamo_graphs()
+        _synchronize(tokens.device)
+        start = time.perf_counter()
+        try:
+            with torch.no_grad():
+                logits = self._call(tokens, **self._keywords).logits
+        except (sfi_compile.RejectedSitesError, torch._dynamo.exc.BackendCompilerFailed) as error:
+            inner = getattr(error, "inner_exception", error)
+            if isinstance(inner, (sfi_compile.RejectedSitesError, sfi_compile.OptionError)):
+                raise LabError(str(inner).removeprefix("sfi: ")) from None
+            raise
+        _synchronize(tokens.device)
+        seconds = time.perf_counter() - start
+        kind, recompiled = "dense", _dynamo_graphs() != graphs
+        if before is not None:
+            after = sfi_compile.stats()
+            recompiled = recompiled or after.graphs != before.graphs
+            if after.slow_steps > before.slow_steps:
+                kind = "slow"
+            elif after.fast_steps > before.fast_steps:
+                kind = "fast"
+        first = all(step.kind != kind for step in self.steps)
+        self.steps.append(Step(seconds, kind, first or recompiled))
+        return logits[:, -1]  # type: ignore[no-any-return]
+
+    def timed(self, kind: str | None = None) -> list[float]:
+        """Seconds of the steps of a kind (all kinds: None) in which nothing was compiled."""
+        return [step.seconds for step in self.steps if not step.compiled and kind in (None, step.kind)]
+
+    def compile_seconds(self) -> float:
+        """Seconds spent compiling: the steps that compiled, less what a later step of the same kind takes."""
+        total = 0.0
+        for step in self.steps:
+            if step.compiled:
+                total += step.seconds - (median(self.timed(step.kind)) or 0.0)
+        return max(total, 0.0)
+
+
+def prefill(model: Any, ids: torch.Tensor, cache: Any, progress: Callable[[int], None] = lambda tokens: None) -> None:
+    """Run prompt tokens, int64 [batch, tokens], through the model in eager mode, in chunks; the cache keeps them.
+
+    `progress` is called with the number of tokens of each chunk done.
+    """
+    keywords = {cache_keyword(model): cache, "use_cache": True, "logits_to_keep": 1}
+    with torch.no_grad():
+        for chunk in torch.split(ids, PREFILL_CHUNK, dim=1):
+            model(chunk, **keywords)
+            progress(chunk.shape[1])
+
+
+def median(seconds: Sequence[float]) -> float | None:
+    """The median, None of nothing."""
+    return statistics.median(seconds) if seconds else None
+
+
+def interquartile_range(seconds: Sequence[float]) -> float | None:
+    """Distance between the quartiles, None of fewer than two values."""
+    if len(seconds) < 2:
+        return None
+    low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return high - low
+
+
+def _dynamo_graphs() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

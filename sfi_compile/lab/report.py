@@ -1,0 +1,199 @@
+"""What the command line shows and writes: spinners and bars, tables, JSON files. Imports `lab.errors` only."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from sfi_compile.lab.errors import LabError
+
+
+class Screen:
+    """Results on stdout, progress on stderr, so that a redirected stdout holds results alone."""
+
+    def __init__(self) -> None:
+        self.out = Console(file=sys.stdout, highlight=False)
+        self.err = Console(file=sys.stderr, highlight=False)
+        self._streaming = False
+        self._held: list[str] | None = None
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+
+    @contextlib.contextmanager
+    def busy(self, text: str) -> Iterator[None]:
+        """A spinner with the elapsed time; one plain line where stderr is no terminal."""
+        if not self.err.is_terminal:
+            self.err.print(f"{text} …", markup=False)
+            yield
+            return
+        self._held = []
+        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+        try:
+            with Progress(*columns, console=self.err, transient=True) as progress:
+                self._progress, self._task = progress, progress.add_task(text, total=None)
+                yield
+        finally:
+            self._progress = None
+            held, self._held = self._held, None
+            for piece in held or ():
+                self.stream(piece)
+
+    def describe(self, text: str) -> None:
+        """Change the text of the running spinner (or print a line where there is none)."""
+        if self._progress is not None:
+            self._progress.update(self._task, description=text)
+        else:
+            self.err.print(f"{text} …", markup=False)
+
+    @contextlib.contextmanager
+    def bar(self, total: int) -> Iterator[Callable[[int], None]]:
+        """A bar over `total` prompt tokens; yields the function that advances it."""
+        if not self.err.is_terminal:
+            self.err.print(f"prefilling {total} tokens …")
+            yield lambda done: None
+            return
+        columns = (TextColumn("prefilling, tokens"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=self.err, transient=True) as progress:
+            task = progress.add_task("", total=total)
+            yield lambda done: progress.advance(task, done)
+
+    def stream(self, piece: str) -> None:
+        """A piece of decoded text on stdout; held back while a spinner runs."""
+        if self._held is not None:
+            self._held.append(piece)
+            return
+        if not self._streaming:
+            self.out.rule("text decoded with SFI")
+            self._streaming = True
+        self.out.file.write(piece)
+        self.out.file.flush()
+
+    def end_stream(self) -> None:
+        """Finish the streamed text."""
+        if self._streaming:
+            self.out.print()
+            self.out.rule()
+            self._streaming = False
+
+
+def check_json_path(path: Path | None) -> None:
+    """Refuse a `--json` file that cannot be written, before anything long runs. Raises LabError."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise LabError(f"--json {str(path)!r} is a folder; give a file name")
+    if not path.absolute().parent.is_dir():
+        raise LabError(f"--json {str(path)!r}: the folder {str(path.absolute().parent)!r} does not exist")
+
+
+def write_json(path: Path | None, data: Mapping[str, Any]) -> None:
+    """Write a result as indented JSON; None: nothing. Raises LabError if the file cannot be written."""
+    if path is None:
+        return
+    try:
+        path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise LabError(f"--json {str(path)!r} cannot be written: {error.strerror}") from None
+
+
+def show_generate(screen: Screen, result: Mapping[str, Any]) -> None:
+    """Tables of `sfi generate`."""
+    steps, triggers, agree = result["steps"], result["triggers"], result["agreement"]
+    first = agree["first_difference"]
+    facts = _table(None, "", "value")
+    facts.add_row("prompt tokens", str(result["prompt_tokens"]))
+    facts.add_row("new tokens", str(result["new_tokens"]))
+    facts.add_row("slow steps", f"{steps['slow']} ({steps['short']} below the minimum context)")
+    facts.add_row("fast steps", str(steps["fast"]))
+    facts.add_row("triggers", ", ".join(f"{reason} {count}" for reason, count in triggers.items()))
+    share = _share(result["retention"])
+    facts.add_row("support per KV head", f"{_number(result['support'], '.0f')} tokens, {share} of the context")
+    facts.add_row("sites rewritten / rejected", f"{result['sites']} / {len(result['rejections'])}")
+    facts.add_row("memory", f"{result['memory_bytes'] / 2**20:.1f} MiB")
+    facts.add_row(
+        "same token as dense",
+        f"{agree['matching']} of {agree['of']}" + ("" if first is None else f", first difference at {first}"),
+    )
+    screen.out.print(facts)
+    speed, step = result["tokens_per_second"], result["step_ms"]
+    times = _table("speed (compilation left out)", "", "tokens/s", "slow step ms", "fast step ms", "compile s")
+    for name, kind in (("dense", "dense"), ("sfi", "slow")):
+        fast = step["fast"] if name == "sfi" else None
+        compiling = f"{result['compile_s'][name]:.1f}"
+        times.add_row(name, _number(speed[name], ".1f"), _number(step[kind]), _number(fast), compiling)
+    screen.out.print(times)
+    if not steps["fast"]:
+        screen.out.print("hint: no fast step ran; try a longer --context, more --new-tokens, or --option min_context=0")
+    show_rejections(screen, result["rejections"])
+
+
+def show_bench(screen: Screen, result: Mapping[str, Any]) -> None:
+    """Tables of `sfi bench`."""
+    kinds = ("dense", "slow", "fast")
+    times = _table("step time, ms (median ±interquartile range)", "decoder", *kinds, "mean", "floor", "dense/mean")
+    costs = _table(
+        "costs", "decoder", "compile dense s", "compile sfi s", "memory MiB", "KV cache MiB", "steps slow/fast"
+    )
+    for row in result["rows"]:
+        name = f"{row['shape']} {row['batch']}×{row['context']}"
+        timed = [f"{_number(row[f'{k}_ms'], '.3g')} ±{_number(row['spread'][k], '.2g')}" for k in kinds]
+        gain = row["dense_ms"] / row["mean_ms"] if row["dense_ms"] and row["mean_ms"] else None
+        others = [_number(row[key], ".3g") for key in ("mean_ms", "floor_ms")]
+        times.add_row(name, *timed, *others, "–" if gain is None else f"{gain:.1f}×")
+        compiling = [f"{row['compile_s'][run]:.0f}" for run in ("dense", "sfi")]
+        sizes = [f"{row[key] / 2**20:.1f}" for key in ("memory_bytes", "cache_bytes")]
+        costs.add_row(name, *compiling, *sizes, f"{row['steps']['slow']}/{row['steps']['fast']}")
+    screen.out.print(times)
+    screen.out.print(costs)
+    for row in result["rows"]:
+        show_rejections(screen, row["rejections"])
+
+
+def show_checks(screen: Screen, result: Mapping[str, Any]) -> None:
+    """Tables of `sfi doctor`."""
+    found = _table("versions", "", "version")
+    for name, number in result["versions"].items():
+        found.add_row(name, number or "not installed")
+    screen.out.print(found)
+    checks = _table("checks", "", "", "found")
+    for check in result["checks"]:
+        checks.add_row(check["name"], "ok" if check["ok"] else "WRONG", Text(check["detail"]))
+    screen.out.print(checks)
+    for check in result["checks"]:
+        if not check["ok"]:
+            screen.out.print(f"hint: {check['hint']}", markup=False)
+
+
+def show_rejections(screen: Screen, rejections: Iterable[Mapping[str, str]]) -> None:
+    """Why sites stayed dense; nothing if none did."""
+    rows = [(r["where"], r["code"], r["explanation"], r["hint"]) for r in rejections]
+    if rows:
+        table = _table("rejected sites", "where", "code", "found", "hint")
+        for row in rows:
+            table.add_row(*map(Text, row))
+        screen.out.print(table)
+
+
+def _table(title: str | None, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for index, column in enumerate(columns):
+        table.add_column(column, overflow="fold", no_wrap=index == 0)
+    return table
+
+
+def _number(value: float | None, form: str = ".2f") -> str:
+    return "–" if value is None else format(value, form)
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.1f} %"

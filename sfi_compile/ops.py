@@ -1,0 +1,371 @@
+"""The `sfi::` operators of the guarded graph: schemas, meaning, fakes, and a plain implementation for any device.
+
+Passes emit them and `lower` replaces those for which the device has something better. Each operator works on the rows
+that `slow_rows` flags and reads nothing of the others' context. This room knows kernels, not passes.
+
+Shapes: B rows, Hq query heads, Hkv KV heads, G = Hq/Hkv, Q queries, N positions allocated, S memory slots.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+
+import torch
+from torch import Tensor
+
+from sfi_compile.config import SelectorSpec
+from sfi_compile.kernels import attention, selector, support
+
+
+class RowStatus(enum.IntEnum):
+    """What a slow step found in a row; the guard of the next step reads it."""
+
+    READY = 0
+    """The memory was refreshed."""
+    SHORT = 1
+    """The context is below the threshold: dense, no memory."""
+    NOT_FINITE = 2
+    """Attention gave NaN or infinity: dense, no memory."""
+
+
+def _flagged(rows: Tensor) -> list[int]:
+    return [b for b, flag in enumerate(rows.tolist()) if flag]
+
+
+_HOST = (torch._C.Tag.cudagraph_unsafe,)
+"""Operators that read flags on the host must stay outside CUDA graphs."""
+
+
+@torch.library.custom_op("sfi::gather", mutates_args=())
+def gather(x: Tensor, index: Tensor, layout: str, out: str, rows: Tensor | None = None) -> Tensor:
+    """Gather along the sequence axis, with named axes.
+
+    Args:
+        x: any rank; `layout` names its axes: b(atch) h(ead) q(uery) s(equence) d(feature), or 1 for an axis of size one.
+        index: int64 [B, Hkv, n] positions, or [n] for the same positions in every row and head; -1 reads position 0.
+        layout: one letter per axis of `x`.
+        out: axes of the result, "bhsd" or "bhqs"; s has length n, axes that `x` lacks have length one, except b and h,
+            which take the index's.
+        rows: int64 [Q]: which entries of axis q to take (None: all).
+    """
+    return _gather(x, index, layout, out, rows)
+
+
+def _gather(x: Tensor, index: Tensor, layout: str, out: str, rows: Tensor | None) -> Tensor:
+    rank = len(out)
+
+    def place(t: Tensor, axis: int) -> Tensor:
+        shape = [1] * rank
+        shape[axis] = t.shape[0]
+        return t.reshape(shape)
+
+    positions = index.clamp_min(0)
+    if positions.dim() == 1:
+        positions = place(positions, out.index("s"))
+    else:
+        shape = [positions.shape[0], positions.shape[1], 1, 1]
+        shape[out.index("s")] = positions.shape[2]
+        positions = positions.reshape(shape)
+    indices = []
+    for axis, name in enumerate(layout):
+        if name == "s":
+            indices.append(positions)
+        elif name == "1":
+            indices.append(torch.zeros([1] * rank, dtype=torch.int64, device=x.device))
+        elif name == "q" and rows is not None:
+            indices.append(place(rows, out.index("q")))
+        else:
+            indices.append(place(torch.arange(x.shape[axis], device=x.device), out.index(name)))
+    if layout.endswith("d"):
+        # The feature axis stays whole: the other indices lose their unit last axis, and the slice supplies it.
+        indices = [i.squeeze(-1) for i in indices[:-1]]
+    return x[tuple(indices)]
+
+
+@gather.register_fake
+def _(x: Tensor, index: Tensor, layout: str, out: str, rows: Tensor | None = None) -> Tensor:
+    return _gather(x, index, layout, out, rows)
+
+
+@torch.library.custom_op("sfi::dense_attention", mutates_args=("status", "context"), tags=_HOST)
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    slow_rows: Tensor,
+    scale: float,
+    min_context: int,
+    status: Tensor,
+    context: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Dense attention of the slow rows, exactly under the site's mask; logits are the by-product.
+
+    Args:
+        q: [B, Hq, Q, Dk].
+        k: [B, Hkv, N, Dk].
+        v: [B, Hkv, N, Dv].
+        mask: bool or float, broadcastable to [B, Hq, Q, N].
+        slow_rows: bool [B].
+        scale: factor of the logits.
+        min_context: valid tokens from which a row keeps a memory.
+        status: int64 [B] of `RowStatus`, written for slow rows: raised to SHORT or NOT_FINITE where that holds.
+        context: int64 [B], written for slow rows: number of valid tokens.
+
+    Returns:
+        output [B, Hq, Q, Dv] (zero in fast rows), logits [B, Hkv, G*Q, N] float32 (-inf where masked; undefined in fast
+        rows).
+    """
+    batch, query_heads, query_len, _ = q.shape
+    kv_heads, size = k.shape[1], k.shape[2]
+    packed = attention.pack_queries(q, kv_heads)
+    packed_mask = attention.pack_mask(mask, query_heads, kv_heads, query_len)
+    out = q.new_zeros(batch, kv_heads, packed.shape[2], v.shape[-1])
+    logits = torch.empty(batch, kv_heads, packed.shape[2], size, dtype=torch.float32, device=q.device)
+    for b in _flagged(slow_rows):
+        allowed = _allowed(mask, b)
+        length = _length(allowed)
+        row_mask = packed_mask[b if packed_mask.shape[0] > 1 else 0]
+        out[b], row_logits = attention.dense_row(packed[b], k[b], v[b], row_mask, scale, length)
+        logits[b, ..., :length] = row_logits
+        logits[b, ..., length:] = attention.NEG_INF
+        context[b] = allowed.sum()
+        if int(context[b]) < min_context:
+            status[b].clamp_(min=RowStatus.SHORT)
+        if not bool(out[b].isfinite().all()):
+            status[b].clamp_(min=RowStatus.NOT_FINITE)
+    return attention.unpack_queries(out, query_heads), logits
+
+
+def _allowed(mask: Tensor, b: int) -> Tensor:
+    """Bool [N]: what the last query of row `b` may attend to with any head."""
+    row = mask[b if mask.shape[0] > 1 else 0]
+    return attention.may_attend(row[:, -1]).any(0)
+
+
+def _length(allowed: Tensor) -> int:
+    """One past the last allowed position (at least 1): slots past it are masked, and may hold anything."""
+    return max(1, int((allowed * torch.arange(1, allowed.shape[0] + 1, device=allowed.device)).max()))
+
+
+@dense_attention.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    slow_rows: Tensor,
+    scale: float,
+    min_context: int,
+    status: Tensor,
+    context: Tensor,
+) -> tuple[Tensor, Tensor]:
+    rows = q.shape[1] // k.shape[1] * q.shape[2]
+    logits = q.new_empty(q.shape[0], k.shape[1], rows, k.shape[2], dtype=torch.float32)
+    return q.new_empty(*q.shape[:3], v.shape[-1]), logits
+
+
+@functools.lru_cache(maxsize=64)
+def parse_spec(text: str) -> SelectorSpec:
+    """The selector spec that a graph carries as text."""
+    return SelectorSpec.from_text(text)
+
+
+def _refreshing(slow_rows: Tensor, status: Tensor) -> list[int]:
+    return _flagged(slow_rows & (status == int(RowStatus.READY)))
+
+
+@torch.library.custom_op("sfi::select", mutates_args=(), tags=_HOST)
+def select(
+    logits: Tensor, keys: Tensor, mask: Tensor, slow_rows: Tensor, status: Tensor, position: Tensor, spec: str
+) -> Tensor:
+    """Evidence → selection, for the slow rows that are ready for a memory.
+
+    Args:
+        logits: float32 [B, Hkv, G*Q, N], -inf where masked.
+        keys: [B, Hkv, N, Dk].
+        mask: the site's mask, broadcastable to [B, Hq, Q, N].
+        slow_rows: bool [B].
+        status: int64 [B] of `RowStatus`.
+        position: int64 [Q]; the last is the position of the refresh.
+        spec: `SelectorSpec.to_text()`.
+
+    Returns:
+        int64 [B, Hkv, min(k_head, N)], ascending; -1 for unused slots and in rows that do not refresh.
+    """
+    parsed = parse_spec(spec)
+    k = min(parsed.k_head, keys.shape[2])
+    out = torch.full((keys.shape[0], keys.shape[1], k), -1, dtype=torch.int64, device=keys.device)
+    last = int(position[-1])
+    for b in _refreshing(slow_rows, status):
+        allowed = _allowed(mask, b)
+        usable = support.candidates(allowed, last, parsed.sink, parsed.recent)
+        # The selector's work grows with what is valid, not with what is allocated.
+        length = _length(allowed)
+        chosen = selector.select(logits[b, ..., :length], keys[b, :, :length], usable[:length], parsed)
+        out[b, :, : chosen.shape[-1]] = chosen
+    return out
+
+
+@select.register_fake
+def _(
+    logits: Tensor, keys: Tensor, mask: Tensor, slow_rows: Tensor, status: Tensor, position: Tensor, spec: str
+) -> Tensor:
+    k = min(parse_spec(spec).k_head, keys.shape[2])
+    return keys.new_empty(keys.shape[0], keys.shape[1], k, dtype=torch.int64)
+
+
+@torch.library.custom_op("sfi::pack", mutates_args=("held", "mem_k", "mem_v"), tags=_HOST)
+def pack(
+    k: Tensor,
+    v: Tensor,
+    selected: Tensor,
+    mask: Tensor,
+    slow_rows: Tensor,
+    status: Tensor,
+    position: Tensor,
+    spec: str,
+    held: Tensor,
+    mem_k: Tensor,
+    mem_v: Tensor,
+) -> None:
+    """Write the new support and its keys and values into the memory of the slow rows that are ready for one.
+
+    Args:
+        k: [B, Hkv, N, Dk].
+        v: [B, Hkv, N, Dv].
+        selected: int64 [B, Hkv, k_head].
+        mask: the site's mask.
+        slow_rows: bool [B].
+        status: int64 [B] of `RowStatus`.
+        position: int64 [Q].
+        spec: `SelectorSpec.to_text()`.
+        held: int64 [B, Hkv, S], written: position in each slot, -1 for empty.
+        mem_k: [B, Hkv, S, Dk], written.
+        mem_v: [B, Hkv, S, Dv], written.
+    """
+    parsed = parse_spec(spec)
+    last = int(position[-1])
+    for b in _refreshing(slow_rows, status):
+        row = support.support_of_row(_allowed(mask, b), selected[b], last, parsed.sink, parsed.recent, held.shape[-1])
+        held[b] = row
+        mem_k[b] = support.gather_rows(k[b], row)
+        mem_v[b] = support.gather_rows(v[b], row)
+
+
+@pack.register_fake
+def _(
+    k: Tensor,
+    v: Tensor,
+    selected: Tensor,
+    mask: Tensor,
+    slow_rows: Tensor,
+    status: Tensor,
+    position: Tensor,
+    spec: str,
+    held: Tensor,
+    mem_k: Tensor,
+    mem_v: Tensor,
+) -> None:
+    return None
+
+
+@torch.library.custom_op("sfi::append", mutates_args=("held", "mem_k", "mem_v"))
+def append(
+    new_k: Tensor,
+    new_v: Tensor,
+    position: Tensor,
+    refreshed_at: Tensor,
+    selected_end: int,
+    recent: int,
+    held: Tensor,
+    mem_k: Tensor,
+    mem_v: Tensor,
+) -> None:
+    """Append this step's token to every row's recent segment.
+
+    Args:
+        new_k: [B, Hkv, 1, Dk].
+        new_v: [B, Hkv, 1, Dv].
+        position: int64 [1].
+        refreshed_at: int64 [B], position of each row's last refresh.
+        selected_end: first slot of the recent segment (sink + k_head).
+        recent: length of the anchored recent segment.
+        held: int64 [B, Hkv, S], written.
+        mem_k: [B, Hkv, S, Dk], written.
+        mem_v: [B, Hkv, S, Dv], written.
+    """
+    _append(new_k, new_v, position, refreshed_at, selected_end, recent, held, mem_k, mem_v)
+
+
+def _append(
+    new_k: Tensor,
+    new_v: Tensor,
+    position: Tensor,
+    refreshed_at: Tensor,
+    selected_end: int,
+    recent: int,
+    held: Tensor,
+    mem_k: Tensor,
+    mem_v: Tensor,
+) -> None:
+    slots = held.shape[-1]
+    slot = support.append_slot(position[-1], refreshed_at, selected_end, recent, slots)
+    rows = torch.arange(held.shape[0], device=held.device)
+    held[rows, :, slot] = position[-1].expand(held.shape[0], held.shape[1])
+    mem_k[rows, :, slot] = new_k[:, :, 0]
+    mem_v[rows, :, slot] = new_v[:, :, 0]
+
+
+@append.register_fake
+def _(
+    new_k: Tensor,
+    new_v: Tensor,
+    position: Tensor,
+    refreshed_at: Tensor,
+    selected_end: int,
+    recent: int,
+    held: Tensor,
+    mem_k: Tensor,
+    mem_v: Tensor,
+) -> None:
+    return None
+
+
+@torch.library.custom_op("sfi::memory_attention", mutates_args=())
+def memory_attention(q: Tensor, mem_k: Tensor, mem_v: Tensor, held: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Attention over the memory (the fast path).
+
+    Args:
+        q: [B, Hq, Q, Dk].
+        mem_k: [B, Hkv, S, Dk].
+        mem_v: [B, Hkv, S, Dv].
+        held: int64 [B, Hkv, S]; slots with -1 are not attended to.
+        mask: the site's mask at the held positions, bool or float [B, Hkv, Q, S].
+        scale: factor of the logits.
+
+    Returns:
+        [B, Hq, Q, Dv].
+    """
+    return _memory_attention(q, mem_k, mem_v, held, mask, scale)
+
+
+def _memory_attention(q: Tensor, mem_k: Tensor, mem_v: Tensor, held: Tensor, mask: Tensor, scale: float) -> Tensor:
+    full = (held >= 0).unsqueeze(2)
+    if mask.dtype == torch.bool:
+        mask = mask & full
+    else:
+        mask = torch.where(full, mask.float(), attention.NEG_INF)
+    if mask.shape[2] > 1:
+        mask = mask.repeat(1, 1, q.shape[1] // mem_k.shape[1], 1)
+    return attention.over_memory(q, mem_k, mem_v, mask, scale)
+
+
+@memory_attention.register_fake
+def _(q: Tensor, mem_k: Tensor, mem_v: Tensor, held: Tensor, mask: Tensor, scale: float) -> Tensor:
+    return q.new_empty(*q.shape[:3], mem_v.shape[-1])
+
+
+plain = {"gather": _gather, "append": _append, "memory_attention": _memory_attention}
+"""Operators whose plain body is meant to be traced into the graph, so that Inductor compiles it."""

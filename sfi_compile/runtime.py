@@ -1,0 +1,174 @@
+"""What Dynamo calls at every decode step: guard → slow or fast graph → counters.
+
+The guard reads the position, the tokens fed, and one key row of the cache; it never trusts an address. Everything it
+needs from the device comes over in one read. State tensors are allocated once and never move.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sfi_compile import diagnostics
+from sfi_compile.config import Config
+from sfi_compile.ops import RowStatus
+from sfi_compile.triggers import Row, Trigger, refreshed, trigger
+
+log = logging.getLogger("sfi_compile")
+
+
+@dataclasses.dataclass(frozen=True)
+class GuardInputs:
+    """Where the guard finds its inputs among the graph's."""
+
+    position: Callable[..., Tensor]
+    """Computes the step's positions (int [query_len]) from the inputs at `position_arguments`, without side effects."""
+    position_arguments: tuple[int, ...]
+    tokens: int | None
+    root: int
+    axis: int
+    """Sequence axis of the root."""
+    batch: int
+    batch_axis: int | None
+    """Batch axis of the root (None: the root has one row)."""
+
+
+class DecodeRunner:
+    """One compiled decode graph: two callables and the state that they share."""
+
+    def __init__(
+        self,
+        slow: Callable[..., Any],
+        fast: Callable[..., Any],
+        guard: GuardInputs,
+        state: dict[str, Tensor],
+        config: Config,
+        sites: int,
+    ) -> None:
+        self.slow, self.fast, self.guard, self.config, self.sites = slow, fast, guard, config, sites
+        self.state = state
+        self.arguments = tuple(state.values())
+        self.rows = [Row() for _ in range(guard.batch)]
+        self.boundary = frozenset(config.boundary_token_ids) if guard.tokens is not None else frozenset()
+        self.next_position: int | None = None
+        self.fingerprint: Tensor | None = None
+        self.version: int | None = None
+        diagnostics.runners.add(self)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of all state tensors."""
+        return sum(t.numel() * t.element_size() for t in self.arguments)
+
+    def drop_memory(self) -> None:
+        """Forget every row: the next step is slow."""
+        self.rows = [Row() for _ in range(self.guard.batch)]
+        self.next_position = None
+
+    def __call__(self, *args: Any) -> Any:
+        """Run one step with the graph's own inputs.
+
+        Raises:
+            IndexError: the position lies outside the cache.
+        """
+        root: Tensor = args[self.guard.root]
+        position, why = self._decide(args, root)
+        slow = any(why)
+        if slow:
+            self._announce(why)
+        try:
+            out = (self.slow if slow else self.fast)(*args, *self.arguments)
+        except BaseException:
+            # Whatever was half done, no row may trust it.
+            self.drop_memory()
+            raise
+        if slow:
+            self._settle(position, why)
+        self._count(position, why)
+        self._remember(root, position)
+        return out
+
+    def _decide(self, args: Sequence[Any], root: Tensor) -> tuple[int, list[Trigger | None]]:
+        g = self.guard
+        position_tensor = g.position(*(args[i] for i in g.position_arguments))
+        flags: list[Tensor] = [position_tensor[-1:].long()]
+        trusted = self.next_position is not None and self.fingerprint is not None and self._same_version(root)
+        if g.tokens is not None and self.boundary:
+            flags.append(args[g.tokens][:, -1].long())
+        if trusted and self.next_position is not None and self.fingerprint is not None:
+            row = root.select(g.axis, self.next_position - 1)
+            same = row == self.fingerprint
+            batch_axis = None if g.batch_axis is None else g.batch_axis - (g.batch_axis > g.axis)
+            same = same.flatten().all().reshape(1) if batch_axis is None else same.movedim(batch_axis, 0).flatten(1).all(1)
+            flags.append(same.long())
+        values = torch.cat(flags).tolist()  # the one read of a step
+        position, rest = values[0], values[1:]
+        if not 0 <= position < root.shape[g.axis]:
+            raise IndexError(
+                f"sfi: position {position} lies outside the cache, which holds {root.shape[g.axis]} positions; "
+                "give the cache a larger max_cache_len"
+            )
+        tokens = rest[: g.batch] if g.tokens is not None and self.boundary else [None] * g.batch
+        continues = rest[-g.batch :] if trusted and position == self.next_position else [0] * g.batch
+        why = [
+            trigger(row, self.config, position, bool(same), token in self.boundary)
+            for row, token, same in zip(self.rows, tokens, continues, strict=True)
+        ]
+        return position, why
+
+    def _same_version(self, root: Tensor) -> bool:
+        """Nobody else wrote into the cache since our last step, as far as torch tracks it."""
+        return self.version is None or root.is_inference() or root._version == self.version
+
+    def _announce(self, why: list[Trigger | None]) -> None:
+        slow_rows = torch.tensor([w is not None for w in why])
+        self.state["sfi_slow_rows"].copy_(slow_rows)
+        self.state["sfi_status"].masked_fill_(self.state["sfi_slow_rows"], int(RowStatus.READY))
+
+    def _settle(self, position: int, why: list[Trigger | None]) -> None:
+        status, context = torch.stack([self.state["sfi_status"], self.state["sfi_context"]]).tolist()
+        held = (self.state["sfi_held_0"] >= 0).sum(-1).float().mean(-1).tolist()
+        for b, (row, reason) in enumerate(zip(self.rows, why, strict=True)):
+            if reason is None:
+                continue
+            row.context = context[b]
+            if status[b] == RowStatus.READY:
+                refreshed(row, self.config, position, reason)
+                row.support = held[b]
+            else:
+                row.valid = False
+                if status[b] == RowStatus.NOT_FINITE:
+                    log.warning("sfi: attention of row %d is not finite at position %d; it stays dense", b, position)
+        self.state["sfi_refreshed_at"].copy_(torch.tensor([row.refreshed_at for row in self.rows]))
+
+    def _count(self, position: int, why: list[Trigger | None]) -> None:
+        c = diagnostics.counters
+        if any(why):
+            c.slow_steps += 1
+            c.short_steps += not any(row.valid for row, w in zip(self.rows, why, strict=True) if w)
+        else:
+            c.fast_steps += 1
+        for row, reason in zip(self.rows, why, strict=True):
+            if reason is not None:
+                c.triggers[reason] += 1
+                c.refreshes += row.valid
+            else:
+                row.context += 1
+                support = min(row.support + position - row.refreshed_at, row.context)
+                c.fast_rows += 1
+                c.support_sum += support
+                c.retention_sum += support / row.context
+
+    def _remember(self, root: Tensor, position: int) -> None:
+        """The fingerprint that the next step must find again."""
+        row = root.select(self.guard.axis, position)
+        if self.fingerprint is None:
+            self.fingerprint = torch.empty_like(row, memory_format=torch.contiguous_format)
+        self.fingerprint.copy_(row)
+        self.next_position = position + 1
+        self.version = None if root.is_inference() else root._version

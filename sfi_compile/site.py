@@ -1,0 +1,140 @@
+"""What the passes say to each other: Site, Guard, Rejection. Frozen records; no logic, nothing is changed here."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import fx
+
+
+@dataclasses.dataclass(frozen=True)
+class Rejection:
+    """A site (or a whole graph) left dense, and why."""
+
+    code: str
+    """Constant, e.g. "no-cache-write"."""
+    where: str
+    """Module path of the site, or "graph"."""
+    explanation: str
+    """What was found, with the value."""
+    hint: str
+    """What the user can change."""
+
+    def as_dict(self) -> dict[str, str]:
+        """Plain dict with the four fields."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.code}: {self.explanation} ({self.hint})"
+
+
+class RejectedSitesError(RuntimeError):
+    """Raised with `strict=True` when a decode graph has sites that must stay dense."""
+
+    def __init__(self, rejections: tuple[Rejection, ...]) -> None:
+        lines = "\n  ".join(str(r) for r in rejections)
+        super().__init__(f"sfi: strict=True and {len(rejections)} rejection(s):\n  {lines}")
+        self.rejections = rejections
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheWrite:
+    """The write of this step's keys or values into a cache root."""
+
+    node: fx.Node
+    """The mutation (`index_copy_`, `setitem`)."""
+    root: fx.Node
+    """Placeholder that holds the cache."""
+    layout: str
+    """Axes of the root: b(atch) h(ead) s(equence) d(feature), 1 for an axis of size one."""
+    index: fx.Node
+    """Int tensor [query_len] of the positions written."""
+    value: fx.Node
+    """What is written; same axes as the root, with the sequence axis of length query_len."""
+
+    @property
+    def axis(self) -> int:
+        """Sequence axis of the root."""
+        return self.layout.index("s")
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """One attention computation of a decode graph that can be rewritten. Shapes are ints: the graph is specialised."""
+
+    module: str
+    """Path of the module that computes it, e.g. "model.layers.0.self_attn"."""
+    form: str
+    """How attention is written, e.g. "sdpa"."""
+    node: fx.Node
+    """The attention node; its value is [batch, query_heads, query_len, value_dim]."""
+    query: fx.Node
+    """[batch, query_heads, query_len, key_dim]."""
+    key: fx.Node
+    """[batch, kv_heads, context, key_dim], before any head repetition."""
+    value: fx.Node
+    """[batch, kv_heads, context, value_dim], before any head repetition."""
+    mask: fx.Node
+    """Bool (True: may attend) or float (added to the logits), broadcastable to [batch, query_heads, query_len, context]."""
+    scale: float
+    """Factor of the logits."""
+    key_write: CacheWrite
+    value_write: CacheWrite
+    batch: int
+    query_heads: int
+    kv_heads: int
+    query_len: int
+    key_dim: int
+    value_dim: int
+    context: int
+    """Positions allocated in the cache root (N)."""
+    dtype: torch.dtype
+    """dtype of the keys and values that attention reads."""
+    device: torch.device
+    repeats_heads: bool
+    """The model materialises keys and values repeated to the query heads."""
+    context_sources: tuple[fx.Node, ...]
+    """Where context-sized axes enter: cache roots, mask inputs, constructors as long as the context."""
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.query_heads // self.kv_heads
+
+    @property
+    def position(self) -> fx.Node:
+        """Int tensor [query_len]: the positions of this step's tokens."""
+        return self.key_write.index
+
+    def as_dict(self) -> dict[str, object]:
+        """What `explain` reports of a site."""
+        return {
+            "module": self.module,
+            "form": self.form,
+            "query_heads": self.query_heads,
+            "kv_heads": self.kv_heads,
+            "root": self.key_write.root.name,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Guard:
+    """What the step predicate reads: one predicate for all sites of a decode graph."""
+
+    position: fx.Node
+    """Position of the step (int tensor [query_len]); taken from the last site's key write."""
+    tokens: fx.Node | None
+    """Placeholder [batch, query_len] of the token ids fed, or None (then only the interval triggers)."""
+    write: CacheWrite
+    """The last site's key write: its root's row at `p - 1` is the fingerprint."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MatchResult:
+    """Everything the matcher found in one graph; the graph itself is unchanged."""
+
+    sites: tuple[Site, ...]
+    rejections: tuple[Rejection, ...]
+    guard: Guard | None
+    """None if and only if there are no sites."""

@@ -1,0 +1,11 @@
+"""Hypothesis profiles: `ci` (small, the same every time) and `thorough`; HYPOTHESIS_PROFILE picks one."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import settings
+
+settings.register_profile("ci", max_examples=25, deadline=None, derandomize=True)
+settings.register_profile("thorough", max_examples=500, deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

@@ -1,0 +1,397 @@
+"""The selector against the float64 oracle.
+
+Scores are float32, so they are compared within `score_error`: a forward error bound that follows the selector's own
+formulas from the rounding of each operation (unit roundoff 2^-24), to which nothing is fitted. Its one delicate part
+is lambda, a ratio of differences: where f is close to r its float32 value is arbitrary, so the bound takes in every
+lambda that the rounded sums allow. Selections must then equal the oracle's except among scores closer than the bound.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sfi_compile.config import POSITION_BETA, PRESETS, Config, SelectorSpec
+from sfi_compile.kernels import reference, selector
+
+INF = math.inf
+ROUND = 2.0**-24
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One refresh of one row: what the selector sees, and what the oracle needs beside it."""
+
+    logits: Tensor
+    keys: Tensor
+    allowed: Tensor
+    position: int
+    spec: SelectorSpec
+
+    @property
+    def cand(self) -> Tensor:
+        return reference.candidates(self.allowed, self.position, self.spec.sink, self.spec.recent)
+
+    def score(self) -> Tensor:
+        return selector.score(self.logits, self.keys, self.cand, self.spec)
+
+    def select(self) -> Tensor:
+        return selector.select(self.logits, self.keys, self.cand, self.spec)
+
+    def oracle(self) -> Tensor:
+        return reference.score(self.logits, self.keys, self.allowed, self.cand, self.spec)
+
+
+def spec_with(preset: str = "paper-speed", **changes: Any) -> SelectorSpec:
+    small = {"k_head": 6, "sink": 2, "recent": 4, "nms_window": 6}
+    return Config.from_options({"preset": preset, **small, **changes}).selector()
+
+
+def draw_values(g: torch.Generator, kind: str, *shape: int) -> Tensor:
+    x = torch.randn(*shape, generator=g)
+    if kind == "constant":
+        return torch.full(shape, float(x.flatten()[0]))
+    if kind == "quantised":
+        return (x * 1.5).round()
+    if kind == "huge":
+        return x.sign() * 1e4 + x
+    if kind == "dominant":
+        x[..., int(torch.randint(shape[-1], (), generator=g))] += 30
+    return 3 * x
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    g = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
+    heads, rows, width = (draw(st.integers(1, high)) for high in (5, 6, 8))
+    n = draw(st.sampled_from([48, 40, 31, 20, 10, 4, 2, 1]))
+    kind = st.sampled_from(["normal", "constant", "quantised", "huge", "dominant"])
+    logits = draw_values(g, draw(kind), heads, rows, n)
+    keys = draw_values(g, draw(kind), heads, width, n).transpose(1, 2).contiguous()
+    allowed = torch.rand(n, generator=g) < draw(st.sampled_from([1.0, 0.8, 0.5, 0.1]))
+    position = draw(st.sampled_from([n - 1, n - 1, n // 2]))
+    allowed[position + 1 :] = False
+    spec = spec_with(
+        preset=draw(st.sampled_from(sorted(PRESETS))),
+        k_head=draw(st.integers(1, 50)),
+        sink=draw(st.integers(0, 4)),
+        recent=draw(st.integers(1, 8)),
+        nms_window=draw(st.integers(0, 12)),
+        alpha=draw(st.sampled_from([0.0, 0.1, 0.5, 1.0])),
+        norm_weight=draw(st.sampled_from([0.0, 1.0])),
+        position_weight=draw(st.sampled_from([0.0, 0.7])),
+        lambda_clip=draw(st.sampled_from([0.0, 0.01, 0.35, 1.0])),
+        lambda_clip_multi=draw(st.sampled_from([0.0, 0.01, 0.25, 1.0])),
+    )
+    return Case(logits.masked_fill(~allowed, -INF), keys, allowed, position, spec)
+
+
+def lambda_range(f: Tensor, r: Tensor, e_f: float, e_r: float, clip: float) -> tuple[float, float]:
+    """Every lambda that float32 can find, f and r having relative errors e_f and e_r, however the sums are written."""
+    ff, fr, rr = float(f @ f), float(f @ r), float(r @ r)
+    summing = (len(f) + 4) * ROUND
+    top, bottom = float(f @ (f - r)), float((f - r) @ (f - r))
+    d_top = (2 * e_f + summing) * ff + (e_f + e_r + summing) * fr
+    d_bottom = d_top + (e_f + e_r + summing) * fr + (2 * e_r + summing) * rr
+    if bottom <= d_bottom:
+        return 0.0, clip
+    low, high = (top - d_top) / (bottom + d_bottom), (top + d_top) / (bottom - d_bottom)
+    return min(max(low * (1 - 4 * ROUND), 0.0), clip), min(max(high * (1 + 4 * ROUND), 0.0), clip)
+
+
+def blend(log_f: Tensor, log_r: Tensor, lam: float) -> Tensor:
+    share = torch.tensor(lam, dtype=torch.float64)
+    return torch.logaddexp(log_f + torch.log1p(-share), log_r + torch.log(share))
+
+
+def score_error(case: Case) -> Tensor:
+    """How far the float32 score of each candidate may be from the oracle's: float64 [H, N], 0 off the candidates."""
+    spec, cand, (heads, rows, _), width = case.spec, case.cand, case.logits.shape, case.keys.shape[-1]
+    n, ln_n = len(cand), math.log(len(cand))
+    clip = spec.lambda_clip if rows == 1 else spec.lambda_clip_multi
+    bounds, size = torch.zeros(heads, n, dtype=torch.float64), 0.0
+    if not cand.any():
+        return bounds
+    softmax = n + 2 + 2 * ln_n  # sum, exponentials, and logarithm of a logsumexp over the positions
+    for h in range(heads):
+        # Evidence: softmax, scaling by alpha and the mean over rows divided by alpha again, renormalisation.
+        biggest = float(case.logits[h][:, case.allowed].abs().max())
+        log_p = 2 * biggest + ln_n
+        mean = rows * log_p if spec.alpha == 0 else 4 * log_p + (rows + 4 + 2 * math.log(rows)) / spec.alpha
+        e_f = 2 * ROUND * ((6 * biggest + softmax) + mean + (4 * log_p + softmax))
+        # Prior: the norm's sum of squares, the power of u, and log(1 - u), whose argument is as small as 1/n.
+        norms = case.keys[h][cand].double().norm(dim=-1).clamp_min(reference.NORM_FLOOR).log().abs()
+        by_norm = spec.norm_weight * spec.norm_gamma
+        size_r = by_norm * float(norms.max()) + spec.position_weight * (POSITION_BETA + spec.position_eta * ln_n)
+        powers = POSITION_BETA * (spec.position_power + 4) + spec.position_eta * (2 * n + 2 * ln_n)
+        e_r = 2 * ROUND * (by_norm * (width + 2) + spec.position_weight * powers + 14 * size_r + softmax)
+        # Fusion.
+        log_f = reference.log_evidence(case.logits[h], case.allowed, cand, spec.alpha)[cand]
+        log_r = reference.log_prior(case.keys[h], cand, spec)[cand]
+        low, high = (blend(log_f, log_r, x) for x in lambda_range(log_f.exp(), log_r.exp(), e_f, e_r, clip))
+        magnitude = torch.maximum(low.abs(), high.abs())
+        bounds[h, cand] = max(e_f, e_r) + (high - low).abs() + 8 * ROUND * (1 + magnitude)
+        size = max(size, float(magnitude.max()))
+    # Refinement: each step carries the bound of what it reads on to what it writes.
+    radius = spec.nms_window // 2
+    window = torch.nn.functional.max_pool1d(bounds[None], 2 * radius + 1, 1, radius)[0]
+    size *= 1 + spec.nms_alpha
+    bounds = (1 + spec.nms_alpha) * bounds + spec.nms_alpha * window + 4 * ROUND * size
+    if heads > 2:
+        across = (bounds + bounds.amax(dim=0)) / spec.exclusivity_temperature
+        rounding = 8 * ROUND * (size / spec.exclusivity_temperature + heads + 3)
+        bounds = bounds + spec.exclusivity_alpha * (across + rounding) + 2 * ROUND * size
+    return bounds.masked_fill(~cand, 0.0)
+
+
+def assert_scores(scores: Tensor, expected: Tensor, error: Tensor, cand: Tensor) -> None:
+    assert scores.dtype == torch.float32
+    assert scores.shape == expected.shape
+    assert (scores[:, ~cand] == -INF).all()
+    off = (scores[:, cand].double() - expected[:, cand]).abs()
+    assert (off <= error[:, cand]).all(), f"off by {off.max():.3g}; allowed: {error.max():.3g}"
+
+
+def chosen_of(row: Tensor) -> list[int]:
+    """The positions in a row of indices, having checked its layout: ascending and distinct, then -1 to the end."""
+    chosen = [t for t in row.tolist() if t != -1]
+    assert row.tolist() == chosen + [-1] * (len(row) - len(chosen))
+    assert chosen == sorted(set(chosen))
+    return chosen
+
+
+def assert_layout(indices: Tensor, heads: int, k: int, cand: Tensor) -> None:
+    assert indices.dtype == torch.int64
+    assert indices.shape == (heads, min(k, len(cand)))
+    for row in indices:
+        chosen = chosen_of(row)
+        assert len(chosen) == min(k, int(cand.sum()))
+        assert cand[chosen].all()
+
+
+def assert_selection(case: Case) -> None:
+    """The oracle's positions, except where scores are closer to the k-th than two of them may be off together."""
+    indices = case.select()
+    assert_layout(indices, case.logits.shape[0], case.spec.k_head, case.cand)
+    expected = reference.select(case.logits, case.keys, case.allowed, case.position, case.spec)
+    for row, right, scores, error in zip(indices, expected, case.oracle(), score_error(case), strict=True):
+        disputed = sorted(set(chosen_of(row)) ^ set(right))
+        if disputed:
+            kth = scores[right].min()
+            assert ((scores[disputed] - kth).abs() <= 2 * error.max()).all(), f"{disputed} against {right}"
+
+
+# Against the oracle
+
+
+@given(cases())
+def test_scores_are_the_oracles(case: Case) -> None:
+    assert_scores(case.score(), case.oracle(), score_error(case), case.cand)
+
+
+@given(cases())
+def test_selection_is_the_oracles_up_to_near_ties(case: Case) -> None:
+    assert_selection(case)
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+@pytest.mark.parametrize(("heads", "rows"), [(1, 1), (2, 4), (4, 4)])
+def test_published_settings_on_a_longer_context(preset: str, heads: int, rows: int) -> None:
+    g = torch.Generator().manual_seed(heads)
+    n = 1200
+    spec = Config.from_options({"preset": preset, "k_head": 200}).selector()
+    allowed = torch.arange(n) >= 37  # left padding
+    logits = (2 * torch.randn(heads, rows, n, generator=g)).masked_fill(~allowed, -INF)
+    case = Case(logits, torch.randn(heads, n, 16, generator=g), allowed, n - 1, spec)
+    assert_scores(case.score(), case.oracle(), score_error(case), case.cand)
+    assert_selection(case)
+    found = [chosen_of(row) for row in case.select()]
+    assert min(min(row) for row in found) >= 37 + spec.sink
+    assert max(max(row) for row in found) <= n - 1 - spec.recent
+
+
+@given(cases())
+def test_what_is_chosen_is_the_top_of_the_scores(case: Case) -> None:
+    scores = case.score()
+    expected = [reference.best(row, case.cand, case.spec.k_head) for row in scores]
+    assert [chosen_of(row) for row in case.select()] == expected
+    assert torch.equal(selector.top_k(scores, case.cand, min(case.spec.k_head, len(case.cand))), case.select())
+
+
+# Ties
+
+
+@given(
+    st.lists(st.lists(st.sampled_from([-2.0, 0.0, 0.5, -1e30]), min_size=7, max_size=7), min_size=1, max_size=3),
+    st.lists(st.booleans(), min_size=7, max_size=7),
+    st.integers(1, 7),
+)
+def test_ties_go_to_the_lower_position(values: list[list[float]], may: list[bool], k: int) -> None:
+    cand = torch.tensor(may)
+    scores = torch.tensor(values).masked_fill(~cand, -INF)
+    indices = selector.top_k(scores, cand, k)
+    assert_layout(indices, len(values), k, cand)
+    assert [chosen_of(row) for row in indices] == [reference.best(row, cand, k) for row in scores]
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3])
+@pytest.mark.parametrize("n", [1, 7, 33, 500])
+def test_equal_scores_choose_the_first_candidates(heads: int, n: int) -> None:
+    spec = spec_with(norm_weight=0, position_weight=0, sink=0, recent=1, k_head=5)
+    case = Case(torch.full((heads, 2, n), 1.7), torch.ones(heads, n, 4), torch.ones(n, dtype=torch.bool), n, spec)
+    assert [chosen_of(row) for row in case.select()] == [list(range(min(5, n)))] * heads
+
+
+def test_many_ties_at_the_cut() -> None:
+    scores = torch.zeros(2, 3000)
+    scores[0, 10::7] = 1.0
+    cand = torch.ones(3000, dtype=torch.bool)
+    cand[:3] = False
+    high = list(range(10, 3000, 7))
+    found = [chosen_of(row) for row in selector.top_k(scores.masked_fill(~cand, -INF), cand, 1000)]
+    assert found[0] == sorted(high + [t for t in range(3, 3000) if t not in set(high)][: 1000 - len(high)])
+    assert found[1] == list(range(3, 1003))
+
+
+# Edges
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("n", [1, 2, 9])
+@pytest.mark.parametrize("visible", [True, False])
+def test_without_candidates_nothing_is_chosen(heads: int, n: int, visible: bool) -> None:
+    logits = torch.ones(heads, 2, n) if visible else torch.full((heads, 2, n), -INF)
+    none = torch.zeros(n, dtype=torch.bool)
+    keys = torch.ones(heads, n, 3)
+    assert selector.score(logits, keys, none, spec_with()).eq(-INF).all()
+    assert torch.equal(selector.select(logits, keys, none, spec_with()), torch.full((heads, min(6, n)), -1))
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+@pytest.mark.parametrize("rows", [1, 4])
+def test_huge_logits_stay_finite(preset: str, rows: int) -> None:
+    n = 20
+    values = torch.linspace(-1e4, 1e4, n).repeat(3, rows, 1)
+    spec = spec_with(preset, norm_weight=0, position_weight=0, lambda_clip=0, lambda_clip_multi=0, nms_window=0)
+    case = Case(values, torch.ones(3, n, 2), torch.ones(n, dtype=torch.bool), n + 3, spec)
+    assert case.score()[:, case.cand].isfinite().all()
+    assert [chosen_of(row) for row in case.select()] == [list(range(n - 6, n))] * 3
+
+
+def test_a_dominant_key_is_chosen_and_a_large_norm_is_damped() -> None:
+    n = 30
+    logits = torch.zeros(1, 1, n)
+    logits[0, 0, 12] = 20.0
+    keys = torch.ones(1, n, 4)
+    keys[0, 20] = 1e6
+    keys[0, 8] = 0.0
+    spec = spec_with(k_head=n, sink=0, recent=1, nms_window=0)
+    case = Case(logits, keys, torch.ones(n, dtype=torch.bool), n, spec)
+    scores = case.score()[0]
+    assert_scores(case.score(), case.oracle(), score_error(case), case.cand)
+    assert int(scores.argmax()) == 12
+    plain = case.oracle()[0, [19, 21]].mean()
+    assert scores[20] < plain < scores[8]
+
+
+def test_one_candidate_is_chosen_by_every_head() -> None:
+    cand = torch.zeros(8, dtype=torch.bool)
+    cand[5] = True
+    indices = selector.select(torch.arange(48.0).view(3, 2, 8), torch.ones(3, 8, 4), cand, spec_with(k_head=3))
+    assert indices.tolist() == [[5, -1, -1]] * 3
+
+
+@given(cases(), st.sampled_from([-100.0, -3.5, 0.25, 1000.0]))
+def test_a_constant_added_to_all_logits_changes_nothing(case: Case, constant: float) -> None:
+    moved = dataclasses.replace(case, logits=case.logits + constant)
+    # The bound of the moved case starts from six roundings of its largest logit; the addition makes one more of them.
+    assert_scores(moved.score(), case.oracle(), score_error(case) + score_error(moved), case.cand)
+
+
+@pytest.mark.parametrize("junk", [math.nan, INF, 1e30])
+def test_keys_that_are_no_candidates_do_not_matter(junk: float) -> None:
+    n = 24
+    g = torch.Generator().manual_seed(0)
+    allowed = torch.arange(n) < 20
+    logits = torch.randn(3, 2, n, generator=g).masked_fill(~allowed, -INF)
+    case = Case(logits, torch.randn(3, n, 4, generator=g), allowed, 19, spec_with(k_head=5))
+    spoiled = dataclasses.replace(case, keys=case.keys.masked_fill(~case.cand[None, :, None], junk))
+    assert torch.equal(spoiled.score(), case.score())
+    assert torch.equal(spoiled.select(), case.select())
+
+
+# Single stages, by switching the others off
+
+
+def test_evidence_alone_is_continuous_at_alpha_zero() -> None:
+    g = torch.Generator().manual_seed(1)
+    logits, keys, n = torch.randn(2, 4, 30, generator=g), torch.ones(2, 30, 3), 30
+    cand = torch.ones(n, dtype=torch.bool)
+    off: dict[str, Any] = {"lambda_clip": 0, "lambda_clip_multi": 0, "nms_alpha": 0}
+    at_zero = selector.score(logits, keys, cand, spec_with(alpha=0, **off))
+    torch.testing.assert_close(at_zero, torch.log_softmax(logits.log_softmax(-1).mean(1), -1))
+    spread = float(logits.var(dim=1, correction=0).max())
+    for alpha in (0.1, 0.01, 0.001):
+        near = selector.score(logits, keys, cand, spec_with(alpha=alpha, **off))
+        # The slope in alpha is the variance over rows; dividing by alpha enlarges rounding by 1/alpha.
+        assert (near - at_zero).abs().max() <= 2 * alpha * spread + 32 * ROUND / alpha
+
+
+def test_the_prior_is_clipped_by_the_number_of_rows() -> None:
+    g = torch.Generator().manual_seed(2)
+    logits, keys = 4 * torch.randn(1, 1, 30, generator=g), torch.ones(1, 30, 3)
+    cand = torch.ones(30, dtype=torch.bool)
+    log_f = torch.log_softmax(logits[0], -1)
+    log_r = reference.log_prior(keys[0], cand, spec_with()).float()
+    spec = spec_with(lambda_clip=0.2, lambda_clip_multi=0.1, nms_alpha=0)
+    for rows, lam in ((1, 0.2), (2, 0.1)):
+        expected = torch.log((1 - lam) * log_f.exp() + lam * log_r.exp())
+        torch.testing.assert_close(selector.score(logits.repeat(1, rows, 1), keys, cand, spec), expected)
+
+
+def test_soft_nms_alone() -> None:
+    logits = torch.tensor([[[0.0, 4.0, 1.0, 0.0, 9.0, 2.0, 3.0]]])
+    cand = torch.tensor([True, True, True, True, False, True, True])
+    spec = spec_with(lambda_clip=0, nms_window=2, nms_alpha=0.5)
+    log_f = torch.log_softmax(logits[0].masked_fill(~cand, -INF), -1)
+    expected = log_f - 0.5 * torch.tensor([4.0, 0.0, 3.0, 1.0, 0.0, 1.0, 0.0])
+    torch.testing.assert_close(selector.score(logits, torch.ones(1, 7, 2), cand, spec), expected)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3])
+def test_exclusivity_alone(heads: int) -> None:
+    logits = torch.randn(heads, 1, 9, generator=torch.Generator().manual_seed(3))
+    spec = spec_with(lambda_clip=0, nms_alpha=0, exclusivity_alpha=0.85, exclusivity_temperature=2)
+    found = selector.score(logits, torch.ones(heads, 9, 2), torch.ones(9, dtype=torch.bool), spec)
+    log_f = torch.log_softmax(logits[:, 0], -1)
+    shares = 0.85 * torch.log_softmax(log_f / 2, 0) if heads > 2 else 0.0
+    torch.testing.assert_close(found, log_f + shares)
+
+
+# As part of a graph
+
+
+def test_it_traces_whole_and_leaves_its_inputs_alone() -> None:
+    g = torch.Generator().manual_seed(4)
+    logits, keys, cand = torch.randn(3, 2, 40, generator=g), torch.randn(3, 40, 4, generator=g), torch.arange(40) < 30
+    before = [x.clone() for x in (logits, keys, cand)]
+    spec = spec_with()
+    traced = torch.compile(lambda x, k, c: selector.select(x, k, c, spec), backend="eager", fullgraph=True)
+    assert torch.equal(traced(logits, keys, cand), selector.select(logits, keys, cand, spec))
+    assert all(torch.equal(x, y) for x, y in zip((logits, keys, cand), before, strict=True))
+
+
+def test_keys_of_a_narrow_dtype_are_scored_in_float32() -> None:
+    g = torch.Generator().manual_seed(5)
+    logits, keys = torch.randn(2, 3, 25, generator=g), torch.randn(2, 25, 8, generator=g).bfloat16()
+    cand = torch.ones(25, dtype=torch.bool)
+    found = selector.score(logits, keys, cand, spec_with())
+    assert found.dtype == torch.float32
+    assert torch.equal(found, selector.score(logits, keys.float(), cand, spec_with()))
