@@ -43,7 +43,7 @@ def apply_mask(logits: Tensor, mask: Tensor) -> Tensor:
 
 
 def may_attend(mask: Tensor) -> Tensor:
-    """Where a mask lets through anything at all. A float mask blocks with -inf or with (half of) its dtype's minimum."""
+    """Where a mask lets anything through. A float mask blocks with -inf or with (half of) its dtype's minimum."""
     if mask.dtype == torch.bool:
         return mask
     return mask > torch.finfo(mask.dtype).min / 2
@@ -60,10 +60,12 @@ def over_memory(q: Tensor, mem_k: Tensor, mem_v: Tensor, mask: Tensor, scale: fl
         scale: factor of the logits.
 
     Returns:
-        [B, Hq, Q, Dv] in q's dtype; softmax in float32.
+        [B, Hq, Q, Dv] in q's dtype; logits and softmax in float32 (float64 for float64).
     """
-    packed = pack_queries(q, mem_k.shape[1])
-    logits = torch.matmul(packed, mem_k.transpose(-1, -2)).float() * scale
+    # Logits that were rounded to a half-width dtype first would lose several times what eager attention loses.
+    wide = torch.promote_types(q.dtype, torch.float32)
+    packed = pack_queries(q, mem_k.shape[1]).to(wide)
+    logits = torch.matmul(packed, mem_k.to(wide).transpose(-1, -2)) * scale
     # A row whose memory holds nothing is never fast; its result is discarded, and must not be NaN times something.
     weights = torch.softmax(apply_mask(logits, mask), dim=-1)
     return unpack_queries(torch.matmul(weights.to(mem_v.dtype), mem_v), q.shape[1])
@@ -81,10 +83,10 @@ def dense_row(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, lengt
         length: positions to read (1..N).
 
     Returns:
-        output [Hkv, G*Q, Dv] in q's dtype, and the masked float32 logits [Hkv, G*Q, length].
+        output [Hkv, G*Q, Dv] in q's dtype, and the masked logits [Hkv, G*Q, length], float32 (float64 for float64).
     """
     k, v, mask = k[:, :length], v[:, :length], mask[..., :length]
-    if q.dtype == torch.float32:
+    if q.dtype in (torch.float32, torch.float64):
         logits = torch.matmul(q, k.transpose(-1, -2))
     else:
         # One head at a time: the float32 copy of the keys is then one head's, not the cache's.

@@ -1,7 +1,7 @@
 """The support and the packed memory `[sink | selected | recent…]` of one row, and the append of a new token.
 
-Slot layout, fixed per compiled graph: `sink` slots, `k_head` slots, then `recent + refresh_interval` slots of which slot
-`j` holds position `p0 - recent + 1 + j` (p0: position of the last refresh). A slot that holds nothing has index -1.
+Slot layout, fixed per compiled graph: `sink` slots, `k_head` slots, then `recent + refresh_interval` slots, of which
+slot `j` holds position `p0 - recent + 1 + j` (p0: position of the last refresh). An empty slot has index -1.
 Imports torch only.
 """
 

@@ -81,7 +81,7 @@ Step = View | Pointwise | Arange | Fill | Table | Leaf | Blocked
 
 _POINTWISE_FUNCTIONS = frozenset(
     getattr(operator, name)
-    for name in "add sub mul truediv floordiv mod neg pos invert and_ or_ xor lt le gt ge eq ne pow".split()
+    for name in ("add sub mul truediv floordiv mod neg pos invert and_ or_ xor lt le gt ge eq ne pow").split()
 ) | frozenset(
     getattr(torch, name)
     for name in (
@@ -89,16 +89,14 @@ _POINTWISE_FUNCTIONS = frozenset(
         "lt le gt ge eq ne minimum maximum clamp exp log sqrt rsqrt tanh sigmoid pow square abs"
     ).split()
 )
-OUT_OF_PLACE = {
-    getattr(operator, "i" + name.rstrip("_")): getattr(operator, name)
-    for name in ("add", "sub", "mul", "truediv", "and_", "or_", "xor")
-}
-"""`a &= b` has the value of `a & b`; the matcher checks that nothing reads `a` afterwards."""
 _POINTWISE_METHODS = frozenset(
-    "to float half double bfloat16 bool int long type add sub mul div neg lt le gt ge eq ne logical_and logical_or "
-    "logical_not bitwise_and bitwise_or masked_fill where clamp exp log sqrt rsqrt tanh sigmoid pow square abs".split()
+    (
+        "to float half double bfloat16 bool int long type add sub mul div neg lt le gt ge eq ne logical_and "
+        "logical_or logical_not bitwise_and bitwise_or masked_fill where clamp exp log sqrt rsqrt tanh sigmoid pow "
+        "square abs"
+    ).split()
 )
-_SAME = frozenset("contiguous clone detach alias".split())
+_SAME = frozenset(["contiguous", "clone", "detach", "alias"])
 _FILLS = {torch.zeros: 0, torch.ones: 1, torch.full: None}
 _ALL = slice(None)
 
@@ -127,8 +125,6 @@ def step(node: fx.Node, layout: str) -> Step:
         return Blocked(f"{node.name} is not a tensor with axes {layout!r}")
     if node.op in ("placeholder", "get_attr") or "s" not in layout:
         return Leaf(node, layout)
-    if node.target in OUT_OF_PLACE:
-        return _pointwise(node, layout)
     written = mutated_argument(node)
     if written is not None:
         return View(written, layout) if shape_of(written) == shape else Blocked(f"{node.name} writes in place")
@@ -138,7 +134,7 @@ def step(node: fx.Node, layout: str) -> Step:
         if target is torch.arange:
             return _arange(node)
         if target in _FILLS:
-            value = args[1] if target is torch.full else _FILLS[target]
+            value = node.kwargs.get("fill_value", args[-1]) if target is torch.full else _FILLS[target]
             return Fill(value) if isinstance(value, (int, float, bool)) else Blocked(f"{node.name} fills with a tensor")
         if target in _POINTWISE_FUNCTIONS:
             return _pointwise(node, layout)
@@ -160,11 +156,11 @@ def _name(node: fx.Node) -> str:
 
 
 def _arange(node: fx.Node) -> Step:
-    numbers = [a for a in node.args]
-    if not all(isinstance(n, int) for n in numbers) or {"start", "end", "step"} & set(node.kwargs):
+    numbers = [a for a in node.args if isinstance(a, int)]
+    if len(numbers) != len(node.args) or {"start", "end", "step"} & set(node.kwargs):
         return Blocked(f"{node.name} is an arange with symbolic bounds")
     start, step_by = (0, 1) if len(numbers) == 1 else (numbers[0], numbers[2] if len(numbers) > 2 else 1)
-    return Arange(int(start), int(step_by))  # type: ignore[arg-type]
+    return Arange(start, step_by)
 
 
 def _pointwise(node: fx.Node, layout: str) -> Step:
@@ -173,6 +169,9 @@ def _pointwise(node: fx.Node, layout: str) -> Step:
         shape = shape_of(operand)
         if shape is None:
             return Blocked(f"{_name(node)} has an operand that is not a tensor")
+        own = (shape_of(node) or ())[::-1]
+        if len(shape) > len(own) or any(n not in (1, m) for n, m in zip(shape[::-1], own, strict=False)):
+            return Blocked(f"{_name(node)} has an operand {shape} that does not broadcast to its result")
         layouts[operand] = broadcast(layout, shape)
     return Pointwise(layouts)
 
@@ -182,15 +181,16 @@ def _moved(node: fx.Node, source: fx.Node, layout: str) -> Step | None:
     shape, was = shape_of(node), shape_of(source)
     if shape is None or was is None:
         return None
-    name, rest = _name(node), [a for a in node.args[1:]]
+    name = _name(node)
+    rest: list[Any] = list(node.args[1:])
     if name in ("transpose", "swapaxes") and all(isinstance(a, int) for a in rest) and len(rest) == 2:
         letters = list(layout)
-        i, j = (int(a) % len(was) for a in rest)  # type: ignore[call-overload]
+        i, j = (a % len(was) for a in rest)
         letters[i], letters[j] = letters[j], letters[i]
         return View(source, "".join(letters))
     if name == "permute":
         flat = rest[0] if len(rest) == 1 and isinstance(rest[0], (tuple, list)) else rest
-        order = [int(a) % len(was) for a in flat]  # type: ignore[arg-type,union-attr]
+        order = [a % len(was) for a in flat]
         letters = [""] * len(was)
         for axis, origin in enumerate(order):
             letters[origin] = layout[axis]
@@ -237,7 +237,7 @@ def _getitem(node: fx.Node, source: fx.Node, index: Any, layout: str) -> Step:
                 return Blocked(f"{node.name} slices {item} of {was}")
             letters.append(layout[out])
             out += 1
-        elif isinstance(item, fx.Node) and rows is None and len(shape_of(item) or ()) == 1:
+        elif isinstance(item, fx.Node) and rows is None and len(shape_of(item) or ()) == 1 and layout[out] in "q1":
             rows = item
             letters.append("q")
             out += 1
@@ -277,6 +277,8 @@ class Trace:
     """Where the sequence axis comes from: the leaves' inputs, and constructors as long as the context."""
     computed: tuple[fx.Node, ...]
     """Nodes that produce new elements (not views) along the sequence axis."""
+    reads: tuple[tuple[fx.Node, fx.Node], ...]
+    """(operand, reader) for everything that those nodes, and lookups, read."""
     blocked: Blocked | None
 
 
@@ -285,6 +287,8 @@ def trace(node: fx.Node, layout: str) -> Trace:
     leaves: list[Leaf] = []
     sources: list[fx.Node] = []
     computed: list[fx.Node] = []
+    reads: list[tuple[fx.Node, fx.Node]] = []
+    blocked: Blocked | None = None
     stack, seen = [(node, layout)], set()
     while stack:
         current, names = stack.pop()
@@ -295,10 +299,12 @@ def trace(node: fx.Node, layout: str) -> Trace:
             continue
         found = step(current, names)
         if isinstance(found, Blocked):
-            return Trace(tuple(leaves), tuple(sources), tuple(computed), found)
+            blocked = found
+            break
         if isinstance(found, Leaf):
             leaves.append(found)
             sources.append(found.source)
+            reads.extend((n, current) for n in (found.source, found.rows) if found.rows is not None and n is not None)
         elif isinstance(found, (Arange, Fill)):
             sources.append(current)
         elif isinstance(found, View):
@@ -306,4 +312,8 @@ def trace(node: fx.Node, layout: str) -> Trace:
         elif isinstance(found, (Pointwise, Table)):
             computed.append(current)
             stack.extend(found.layouts.items())
-    return Trace(tuple(leaves), tuple(sources), tuple(computed), None)
+            reads.extend((operand, current) for operand in found.layouts)
+            if isinstance(found, Table):
+                sources.append(found.source)
+                reads.append((found.source, current))
+    return Trace(tuple(leaves), tuple(sources), tuple(computed), tuple(reads), blocked)

@@ -1,7 +1,7 @@
 """What flows through the compiler, and what every pass is.
 
-A pass is a frozen dataclass with a `name`; its options are its fields; it takes a `Work` and returns a new one. The base
-class times it, logs it (logger `sfi_compile.passes`, so `TORCH_LOGS="+sfi_compile.passes"` shows it) and, with
+A pass is a frozen dataclass with a `name`; its options are its fields; it takes a `Work` and returns a new one. The
+base class times it, logs it (logger `sfi_compile.passes`, so `TORCH_LOGS="+sfi_compile.passes"` shows it) and, with
 `options={"dump": folder}`, writes the graph that it leaves behind.
 """
 

@@ -47,28 +47,28 @@ class _Branches:
 
     def __init__(self, module: fx.GraphModule, cond: fx.Node, writes: list[CacheWrite]) -> None:
         self.module, self.cond, self.writes = module, cond, writes
-        _, slow, fast, operands = cond.args
-        self.operands: list[fx.Node] = list(operands)  # type: ignore[arg-type]
-        self.modules = {}
-        for branch in (slow, fast):
-            name = branch.target  # type: ignore[union-attr]
-            self.modules[name] = copy_graph_module(getattr(module, name))  # type: ignore[arg-type]
-            setattr(module, name, self.modules[name])  # type: ignore[arg-type]
+        arguments: tuple[Any, ...] = cond.args
+        self.operands: list[fx.Node] = list(arguments[3])
+        self.modules: dict[str, fx.GraphModule] = {}
+        for branch in arguments[1:3]:
+            self.modules[branch.target] = copy_graph_module(getattr(module, branch.target))
+            setattr(module, branch.target, self.modules[branch.target])
         self.slow, self.fast = (m.graph for m in self.modules.values())
-        self.inputs = [n for n in self.fast.nodes if n.op == "placeholder"]
+        self.inputs: list[fx.Node] = [n for n in self.fast.nodes if n.op == "placeholder"]
         self.builder = Builder(self.fast)
 
     def commute(self) -> None:
         """Push every gather of the fast branch as far up as it goes."""
         for gather in [n for n in self.fast.nodes if n.target is _GATHER]:
-            source, index, layout, out = gather.args[:4]
-            parent = self.operands[self.inputs.index(source)]  # type: ignore[arg-type]
+            arguments: tuple[Any, ...] = gather.args
+            source, index, layout, out = arguments[:4]
+            parent = self.operands[self.inputs.index(source)]
             write = next((w for w in self.writes if self._is(index, w.index)), None)
-            found = axes.step(parent, layout)  # type: ignore[arg-type]
+            found = axes.step(parent, layout)
             if isinstance(found, axes.Leaf) and self._forwarded(found, write) is None:
                 continue
             with self.fast.inserting_before(gather):
-                gather.replace_all_uses_with(self._pushed(parent, layout, index, out))  # type: ignore[arg-type]
+                gather.replace_all_uses_with(self._pushed(parent, layout, index, out))
             self.fast.erase_node(gather)
         self.fast.eliminate_dead_code(is_impure_node=is_impure)
         self.cond.args = (*self.cond.args[:3], tuple(self.operands))
@@ -89,7 +89,7 @@ class _Branches:
         for graph in (self.slow, self.fast):
             last = [n for n in graph.nodes if n.op == "placeholder"][-1]
             with graph.inserting_after(last):
-                added = graph.placeholder(f"from_{parent.name}")
+                added: fx.Node = graph.placeholder(f"from_{parent.name}")
             added.meta["example_value"] = example(parent)
         self.inputs.append(added)
         return added
@@ -102,6 +102,8 @@ class _Branches:
 
     def _pushed(self, node: fx.Node, layout: str, index: fx.Node, out: str) -> fx.Node:
         """`gather(node, index)` with axes `out`, computed in the fast branch from values one or more levels up."""
+        if not layout:
+            return self._operand(node)  # without axes, it has no say in the result's dtype: keep it so
         if "s" not in layout:
             return self._aligned(self._operand(node), layout, out)
         found = axes.step(node, layout)
@@ -110,7 +112,7 @@ class _Branches:
         if isinstance(found, axes.Leaf):
             return self._leaf(found, index, out)
         if isinstance(found, axes.Arange):
-            return self._positions(found, index, out)
+            return self._positions(found, example(node).dtype, index, out)
         if isinstance(found, axes.Fill):
             value = example(node)
             return self.builder.call(torch.full, (1,) * len(out), found.value, dtype=value.dtype, device=value.device)
@@ -129,9 +131,9 @@ class _Branches:
         """The op of `node` on other operands."""
         args = fx.map_arg(node.args, operands.__getitem__)
         kwargs = fx.map_arg(node.kwargs, operands.__getitem__)
-        if node.op == "call_method":
-            return self.builder.method(str(node.target), *args, **kwargs)
-        return self.builder.call(axes.OUT_OF_PLACE.get(node.target, node.target), *args, **kwargs)
+        target: Any = node.target
+        add = self.builder.method if node.op == "call_method" else self.builder.call
+        return add(target, *args, **kwargs)
 
     def _leaf(self, leaf: axes.Leaf, index: fx.Node, out: str) -> fx.Node:
         write = self._forwarded(leaf, next((w for w in self.writes if self._is(index, w.index)), None))
@@ -143,13 +145,16 @@ class _Branches:
         rows = None if leaf.rows is None else self._operand(leaf.rows)
         return self.builder.call(_GATHER, self._operand(leaf.source), index, leaf.layout, out, rows)
 
-    def _positions(self, arange: axes.Arange, index: fx.Node, out: str) -> fx.Node:
-        shape = tuple(example(index).shape)
-        names = "s" if len(shape) == 1 else "bhs"
-        value = self._aligned(index, names, out)
+    def _positions(self, arange: axes.Arange, dtype: torch.dtype, index: fx.Node, out: str) -> fx.Node:
+        several = example(index).dim() == 3
+        # Memory slots, of which the empty ones hold -1: they count as position 0, as in `sfi::gather`.
+        value = self.builder.call(torch.clamp, index, 0) if several else index
+        value = self._aligned(value, "bhs" if several else "s", out)
         if arange.step != 1:
             value = self.builder.call(torch.mul, value, arange.step)
-        return self.builder.call(torch.add, value, arange.start) if arange.start else value
+        if arange.start:
+            value = self.builder.call(torch.add, value, arange.start)
+        return value if example(value).dtype == dtype else self.builder.method("to", value, dtype)
 
     def _aligned(self, node: fx.Node, layout: str, out: str) -> fx.Node:
         """Axes in the order of `out`, of size one where `layout` lacks them."""

@@ -8,19 +8,27 @@ from __future__ import annotations
 
 import operator
 from functools import cached_property
+from typing import Any
 
 import networkx as nx
 import torch
 from torch import fx
 
+from sfi_compile.compat.dynamo import example
+
 _VIEW_METHODS = frozenset(
-    "view reshape transpose permute expand expand_as unsqueeze squeeze narrow select contiguous to float half bfloat16 "
-    "type detach flatten unflatten view_as chunk split unbind movedim swapaxes t alias".split()
+    (
+        "view reshape transpose permute expand expand_as unsqueeze squeeze narrow select contiguous detach flatten "
+        "unflatten view_as chunk split unbind movedim moveaxis swapaxes swapdims t alias ravel as_strided diagonal "
+        "unfold"
+    ).split()
 )
 """Methods whose result may share its input's storage ("may" is the safe side for mutation edges)."""
+_CASTS = frozenset("to type type_as float double half bfloat16 int long bool cpu cuda".split())
+"""Methods that return their input itself when there is nothing to change."""
 _VIEW_FUNCTIONS = frozenset(
     {operator.getitem, torch.transpose, torch.permute, torch.unsqueeze, torch.squeeze, torch.reshape, torch.flatten}
-    | {torch.narrow, torch.select, torch.split, torch.chunk, torch.unbind, torch.movedim}
+    | {torch.narrow, torch.select, torch.split, torch.chunk, torch.unbind, torch.movedim, getattr}
 )
 _INPLACE_OPERATORS = frozenset(
     {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ior, operator.iand, operator.setitem}
@@ -30,31 +38,40 @@ _OPERATOR_KEYWORDS = frozenset({operator.and_, operator.or_, operator.not_, oper
 """Named after keywords, hence the trailing underscore: not in place."""
 
 
-def mutated_argument(node: fx.Node) -> fx.Node | None:
-    """The node whose value `node` changes in place, or None.
+def mutated_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The nodes whose values `node` changes in place.
 
     In-place methods end in one underscore; operators know their schema; the rest is a short list.
     """
     if node.op not in ("call_method", "call_function"):
-        return None
-    target = node.target
+        return ()
+    target: Any = node.target
+    written: list[Any] = []
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        target = getattr(target, target.overloads()[0])  # type: ignore[no-untyped-call]
     if isinstance(target, torch._ops.OpOverload):
-        for argument, value in zip(target._schema.arguments, node.args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, fx.Node):
-                return value
-        return None
-    if isinstance(node.kwargs.get("out"), fx.Node):
-        return node.kwargs["out"]
-    name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    by_name = name.endswith("_") and not name.endswith("__") and target not in _OPERATOR_KEYWORDS
-    changes = target in _INPLACE_OPERATORS or by_name
-    if changes and node.args and isinstance(node.args[0], fx.Node):
-        return node.args[0]
-    return None
+        for i, argument in enumerate(target._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written.append(node.args[i] if i < len(node.args) else node.kwargs.get(argument.name))
+    elif node.kwargs.get("out") is not None:
+        written.append(node.kwargs["out"])
+    else:
+        name = target if isinstance(target, str) else getattr(target, "__name__", "")
+        by_name = name.endswith("_") and not name.endswith("__") and target not in _OPERATOR_KEYWORDS
+        if target in _INPLACE_OPERATORS or by_name or node.kwargs.get("inplace") is True:
+            written.extend(node.args[:1])
+    nodes: list[fx.Node] = []
+    fx.map_arg(written, nodes.append)
+    return tuple(nodes)
+
+
+def mutated_argument(node: fx.Node) -> fx.Node | None:
+    """The first of `mutated_arguments`, whose value is usually also the node's, or None."""
+    return next(iter(mutated_arguments(node)), None)
 
 
 def is_impure(node: fx.Node) -> bool:
-    """Whether a node must survive dead-code elimination. FX alone deletes in-place method calls, and so cache writes."""
+    """Whether a node must survive dead-code elimination; FX alone deletes in-place method calls: cache writes."""
     if node.op in ("placeholder", "output") or mutated_argument(node) is not None:
         return True
     return bool(node.is_impure())
@@ -69,19 +86,24 @@ class DataFlow:
         self._origin: dict[fx.Node, fx.Node] = {}
         self._writes: dict[fx.Node, list[fx.Node]] = {}
         for node in self.nodes:
-            written = mutated_argument(node)
-            source = written if written is not None else self._viewed(node)
+            written = mutated_arguments(node)
+            source = written[0] if written else self._viewed(node)
             self._origin[node] = node if source is None else self._origin[source]
-            if written is not None:
-                self._writes.setdefault(self._origin[written], []).append(node)
+            for origin in dict.fromkeys(self._origin[w] for w in written):
+                self._writes.setdefault(origin, []).append(node)
 
     @staticmethod
     def _viewed(node: fx.Node) -> fx.Node | None:
         is_view = (node.op == "call_method" and node.target in _VIEW_METHODS) or (
-            node.op == "call_function" and node.target in _VIEW_FUNCTIONS
+            node.op == "call_function"
+            and (node.target in _VIEW_FUNCTIONS or getattr(node.target, "__name__", "") == "_get_data_attr")  # x.data
         )
-        first = node.args[0] if is_view and node.args else None
-        return first if isinstance(first, fx.Node) else None
+        first = node.args[0] if node.args else None
+        if not isinstance(first, fx.Node):
+            return None
+        if node.op == "call_method" and node.target in _CASTS:
+            is_view = getattr(example(node), "dtype", None) == getattr(example(first), "dtype", None)
+        return first if is_view else None
 
     @cached_property
     def digraph(self) -> nx.MultiDiGraph:
@@ -129,7 +151,7 @@ def extract(module: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, list
     flow = DataFlow(module.graph)
     needed = flow.slice_of(node)
     inputs = [n for n in needed if n.op == "placeholder"]
-    changed = {flow.origin(n) for n in needed if mutated_argument(n) is not None}
+    changed = {flow.origin(written) for n in needed for written in mutated_arguments(n)}
     graph = fx.Graph()
     mapping = {n: graph.placeholder(n.name) for n in inputs}
     for n in inputs:

@@ -18,7 +18,7 @@ from sfi_compile import ops
 from sfi_compile.compat.dynamo import example, fake_mode_of
 from sfi_compile.passes.base import Pass, VerificationError, Work
 
-_PLAIN = {getattr(torch.ops.sfi, name).default: body for name, body in ops.plain.items()}
+_PLAIN: dict[Any, Any] = {getattr(torch.ops.sfi, name).default: body for name, body in ops.plain.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,15 +39,15 @@ class Lower(Pass):
 
 def _expand(graph: fx.Graph, node: fx.Node) -> None:
     """Replace an operator by its traced plain body."""
-    body = _PLAIN[node.target]  # type: ignore[index]
+    body = _PLAIN[node.target]
     if node.kwargs:
         raise VerificationError(f"{node.format_node()}: sfi operators take positional arguments only")
-    positions = [i for i, a in enumerate(node.args) if isinstance(a, fx.Node)]
-    tensors = [node.args[i] for i in positions]
+    given = {i: a for i, a in enumerate(node.args) if isinstance(a, fx.Node)}
+    tensors = list(given.values())
 
     def call(*values: torch.Tensor) -> Any:
         full: list[Any] = list(node.args)
-        for i, value in zip(positions, values, strict=True):
+        for i, value in zip(given, values, strict=True):
             full[i] = value
         if body is ops.plain["gather"] and len(full) == 4:
             full.append(None)

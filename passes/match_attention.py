@@ -71,14 +71,21 @@ def match(graph: fx.Graph) -> MatchResult:
 
 
 def is_prefill(graph: fx.Graph) -> bool:
-    """Whether every sdpa node of a graph has several queries: a prompt or a chunk of one, not a decode step."""
-    shapes = [axes.shape_of(n.args[0]) for n in graph.nodes if n.target is _SDPA and isinstance(n.args[0], fx.Node)]
-    return bool(shapes) and all(shape is not None and len(shape) == 4 and shape[2] > 1 for shape in shapes)
+    """Whether every sdpa node of a graph has several queries: a prompt or a chunk of one, not a decode step.
+
+    Asks no symbolic size for its value, which would pin the graph to one prompt length. (Dynamo never makes a size of
+    one symbolic, so a symbolic query length is a prompt's.)
+    """
+    queries = [example(n.args[0]) for n in graph.nodes if n.target is _SDPA and isinstance(n.args[0], fx.Node)]
+    lengths: list[Any] = [q.shape[-2] for q in queries if isinstance(q, torch.Tensor) and q.dim() == 4]
+    return bool(lengths) and all(isinstance(n, torch.SymInt) or n > 1 for n in lengths)
 
 
 def _site(node: fx.Node, flow: DataFlow) -> Site | None:
+    if node.op == "call_method" and node.target == "softmax":
+        _refuse_softmax_chain(node, flow)
     if node.op != "call_function":
-        return _method_softmax(node, flow)
+        return None
     if node.target is _SDPA:
         return _sdpa(node, flow)
     name = getattr(node.target, "__name__", "")
@@ -89,11 +96,6 @@ def _site(node: fx.Node, flow: DataFlow) -> Site | None:
     if node.target in _SOFTMAX:
         _refuse_softmax_chain(node, flow)
     return None
-
-
-def _method_softmax(node: fx.Node, flow: DataFlow) -> None:
-    if node.op == "call_method" and node.target == "softmax":
-        _refuse_softmax_chain(node, flow)
 
 
 def _refuse_softmax_chain(node: fx.Node, flow: DataFlow) -> None:
@@ -119,8 +121,8 @@ def _refuse_softmax_chain(node: fx.Node, flow: DataFlow) -> None:
 
 def _sdpa(node: fx.Node, flow: DataFlow) -> Site:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-    given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    query, key, value, mask = (given.get(n) for n in ("query", "key", "value", "attn_mask"))
+    given: dict[str, Any] = dict.fromkeys(names) | dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    query, key, value, mask = (given[n] for n in ("query", "key", "value", "attn_mask"))
     q_shape, k_shape, v_shape = (axes.shape_of(n) if isinstance(n, fx.Node) else None for n in (query, key, value))
     if q_shape is None or k_shape is None or v_shape is None or {len(q_shape), len(k_shape), len(v_shape)} != {4}:
         raise _Refusal("rank", f"query, key, value have shapes {q_shape}, {k_shape}, {v_shape}", "use 4-D heads")
@@ -146,7 +148,7 @@ def _sdpa(node: fx.Node, flow: DataFlow) -> Site:
     key_write = _write(key, "keys", node, flow)
     value_write = _write(value, "values", node, flow)
     _check_position(key_write, flow)
-    mask, mask_sources = _mask(mask, (batch, query_heads, query_len, context), flow)
+    mask, mask_sources = _mask(mask, (batch, query_heads, query_len, context), node, flow)
     tensor = example(key)
     if example(query).dtype != tensor.dtype:
         raise _Refusal("dtype", f"query {example(query).dtype}, keys {tensor.dtype}", "cache in the model's dtype")
@@ -217,6 +219,9 @@ def _write(node: fx.Node, what: str, attention: fx.Node, flow: DataFlow) -> Cach
         raise _Refusal("late-write", f"{write.name} comes after attention", "write the cache before attention")
     if any(flow.order[n] < flow.order[write] for n in found.computed):
         raise _Refusal("stale-read", f"{what} are computed before {write.name}", "read the cache after writing it")
+    other = _disturbing_write(found, attention, flow)
+    if other is not None:
+        raise _Refusal("stale-read", f"{other.name} changes what {what} are computed from", "write the cache alone")
     axis = leaf.layout.index("s")
     index, value = _index_and_value(write, leaf.source, axis, what)
     if axes.shape_of(index) != (1,):
@@ -258,7 +263,9 @@ def _check_position(write: CacheWrite, flow: DataFlow) -> None:
         raise _Refusal("position", f"the position takes {len(needed)} nodes to compute", "pass it to the model")
 
 
-def _mask(mask: Any, full: tuple[int, int, int, int], flow: DataFlow) -> tuple[fx.Node, tuple[fx.Node, ...]]:
+def _mask(
+    mask: Any, full: tuple[int, int, int, int], attention: fx.Node, flow: DataFlow
+) -> tuple[fx.Node, tuple[fx.Node, ...]]:
     if not isinstance(mask, fx.Node):
         raise _Refusal("no-mask", "no mask tells which cached tokens are valid", "pass an attention mask")
     shape = axes.shape_of(mask)
@@ -272,11 +279,21 @@ def _mask(mask: Any, full: tuple[int, int, int, int], flow: DataFlow) -> tuple[f
     if found.blocked is not None:
         hint = "pass a 4-D mask, or a 2-D mask as long as the cache"
         raise _Refusal("mask-not-commutable", f"mask: {found.blocked.reason}", hint)
-    for node in (*found.computed, *(leaf.source for leaf in found.leaves)):
-        for write in flow.writes(node):
-            if write not in found.computed or any(flow.order[u] > flow.order[write] for u in node.users):
-                raise _Refusal("mask-written", f"{write.name} changes the mask in place", "build the mask anew")
+    write = _disturbing_write(found, attention, flow)
+    if write is not None:
+        hint = "build the mask anew, after everything that it reads was updated"
+        raise _Refusal("mask-written", f"{write.name} changes the mask, or what it reads, in place", hint)
     return mask, found.sources
+
+
+def _disturbing_write(found: axes.Trace, attention: fx.Node, flow: DataFlow) -> fx.Node | None:
+    """A write in place that makes a value differ from what is computed anew, at the attention node, from its leaves."""
+    for operand, reader in found.reads:
+        for write in flow.writes(operand):
+            if flow.order[reader] < flow.order[write] < flow.order[attention]:
+                return write
+    inner = [n for n in (*found.computed, *found.sources) if flow.origin(n).op not in ("placeholder", "get_attr")]
+    return next((w for n in inner for w in flow.writes(n) if flow.order[w] < flow.order[attention]), None)
 
 
 def _guard(sites: list[Site], graph: fx.Graph, flow: DataFlow) -> Guard:

@@ -11,10 +11,11 @@ from sfi_compile.passes.commute_gather import CommuteGather
 from sfi_compile.passes.insert_guards import InsertGuards
 from sfi_compile.passes.lower import Lower
 from sfi_compile.passes.match_attention import MatchAttention
+from sfi_compile.passes.specialise import Specialise
 from sfi_compile.passes.unswitch import Unswitch
 from sfi_compile.passes.verify import Verify
 
-ANALYSIS: tuple[Pass, ...] = (MatchAttention(),)
+ANALYSIS: tuple[Pass, ...] = (Specialise(), MatchAttention())
 REWRITE: tuple[Pass, ...] = (InsertGuards(), CommuteGather(), Unswitch(), Verify(), Lower())
 
 

@@ -58,14 +58,15 @@ def context_sized(graph: fx.Graph, size: int, sources: set[str]) -> list[fx.Node
     """Nodes that compute something with an axis of the context's `size`; roots, writes to them, and views aside.
 
     `sources` names the nodes where that axis enters. An equal size elsewhere (a hidden size, say) is not the context.
-    What serves only attention that was left dense is not counted: that site works on its context in every step.
+    What the model needs without the memory is not counted: attention that was left dense, say, or a mask that it
+    returns.
     """
     flow = DataFlow(graph)
-    dense = _serving_dense(graph)
+    own = _of_the_model(graph)
     tainted: set[fx.Node] = set()
     found: list[fx.Node] = []
     for node in graph.nodes:
-        if node in dense or node.op == "output" or node.target in _ENDS or not _has_axis(example(node), size):
+        if node.op == "output" or node.target in _ENDS or not _has_axis(example(node), size):
             continue
         is_input = node.op in ("placeholder", "get_attr")
         if node.name in sources:
@@ -79,19 +80,17 @@ def context_sized(graph: fx.Graph, size: int, sources: set[str]) -> list[fx.Node
         elif not is_input and node.target not in _LOOKUPS and tainted & set(node.all_input_nodes):
             tainted.add(node)
             found.append(node)
-    return found
+    return [n for n in found if n not in own]
 
 
-def _serving_dense(graph: fx.Graph) -> set[fx.Node]:
-    """Attention that was left dense, and what feeds nothing else."""
-    softmax = (torch.softmax, torch.nn.functional.softmax, "softmax")
-    serving = {
-        n for n in graph.nodes if n.target is torch.nn.functional.scaled_dot_product_attention or n.target in softmax
-    }
+def _of_the_model(graph: fx.Graph) -> set[fx.Node]:
+    """What outputs and writes need, other than through the memory's operators."""
+    needed: set[fx.Node] = set()
     for node in reversed(list(graph.nodes)):
-        if node.users and all(u in serving for u in node.users) and node.op not in ("placeholder", "output"):
-            serving.add(node)
-    return serving
+        lives = node.op == "output" or mutated_argument(node) is not None or not needed.isdisjoint(node.users)
+        if lives and getattr(node.target, "namespace", None) != "sfi":
+            needed.add(node)
+    return needed
 
 
 def _has_axis(value: Any, size: int) -> bool:

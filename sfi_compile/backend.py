@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx
 
 from sfi_compile import diagnostics
-from sfi_compile.compat.dynamo import copy_graph_module, needs_gradients
+from sfi_compile.compat.dynamo import needs_gradients
 from sfi_compile.compat.inductor import compile_graph, mode_patches
 from sfi_compile.config import Config
 from sfi_compile.cost_model import CostModel, SiteShape
@@ -60,8 +60,8 @@ def sfi(gm: fx.GraphModule, example_inputs: Sequence[Any], **settings: Any) -> C
 
 
 def analyse(gm: fx.GraphModule, config: Config) -> Work:
-    """Match a graph (its copy) and find the context from which a memory pays. Changes nothing."""
-    work = pipeline.run(pipeline.ANALYSIS, Work(config, copy_graph_module(gm)))
+    """Match a graph and find the context from which a memory pays. Changes nothing."""
+    work = pipeline.run(pipeline.ANALYSIS, Work(config, gm))
     sites = work.matched.sites
     if not sites:
         return work

@@ -104,9 +104,11 @@ def explain(
     max_cache_len: Annotated[int, typer.Option(help="Positions of the KV cache.", **_whole(16))] = 4096,
     dtype: Dtype = "float32",
     device: Device = "auto",
+    option: Options = None,
     json: Json = None,
 ) -> None:
     """Show which attention sites of one decode step SFI would rewrite, which not and why; nothing is compiled."""
+    options = parse_options(option)
     from sfi_compile.lab import report
 
     report.check_json_path(json)
@@ -124,8 +126,9 @@ def explain(
     cache = models.static_cache(decoder, max_cache_len)
     prefill(decoder, ids, cache)
     with screen.busy("tracing one decode step"):
-        found = sfi_compile.explain(decoder, ids[:, -1:], **{models.cache_keyword(decoder): cache, "use_cache": True})
-    screen.out.print(str(found), markup=False)
+        keywords = {models.cache_keyword(decoder): cache, "use_cache": True}
+        found = sfi_compile.explain(decoder, ids[:, -1:], options=options, **keywords)
+    screen.out.print(str(found), markup=False, soft_wrap=True)
     report.write_json(json, found.as_dict())
 
 

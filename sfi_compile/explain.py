@@ -16,9 +16,7 @@ from sfi_compile.passes.match_attention import is_prefill
 from sfi_compile.site import Rejection
 
 
-def explain(
-    model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any
-) -> Report:
+def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Report:
     """Trace `model(*args, **kwargs)`, one decode step, and report its sites and rejections. Nothing is executed.
 
     Args:

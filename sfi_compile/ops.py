@@ -42,7 +42,7 @@ def gather(x: Tensor, index: Tensor, layout: str, out: str, rows: Tensor | None 
     """Gather along the sequence axis, with named axes.
 
     Args:
-        x: any rank; `layout` names its axes: b(atch) h(ead) q(uery) s(equence) d(feature), or 1 for an axis of size one.
+        x: any rank; `layout` names its axes: b(atch) h(ead) q(uery) s(equence) d(feature), 1 for an axis of size one.
         index: int64 [B, Hkv, n] positions, or [n] for the same positions in every row and head; -1 reads position 0.
         layout: one letter per axis of `x`.
         out: axes of the result, "bhsd" or "bhqs"; s has length n, axes that `x` lacks have length one, except b and h,
@@ -311,6 +311,7 @@ def _append(
     mem_v: Tensor,
 ) -> None:
     slots = held.shape[-1]
+    position = position.long()
     slot = support.append_slot(position[-1], refreshed_at, selected_end, recent, slots)
     rows = torch.arange(held.shape[0], device=held.device)
     held[rows, :, slot] = position[-1].expand(held.shape[0], held.shape[1])

@@ -101,11 +101,12 @@ class DecodeRunner:
         if g.tokens is not None and self.boundary:
             flags.append(args[g.tokens][:, -1].long())
         if trusted and self.next_position is not None and self.fingerprint is not None:
-            row = root.select(g.axis, self.next_position - 1)
-            same = row == self.fingerprint
-            batch_axis = None if g.batch_axis is None else g.batch_axis - (g.batch_axis > g.axis)
-            same = same.flatten().all().reshape(1) if batch_axis is None else same.movedim(batch_axis, 0).flatten(1).all(1)
-            flags.append(same.long())
+            same = root.select(g.axis, self.next_position - 1) == self.fingerprint
+            if g.batch_axis is None:
+                same = same.unsqueeze(0)
+            else:
+                same = same.movedim(g.batch_axis - (g.batch_axis > g.axis), 0)
+            flags.append(same.flatten(1).all(1).long())
         values = torch.cat(flags).tolist()  # the one read of a step
         position, rest = values[0], values[1:]
         if not 0 <= position < root.shape[g.axis]:

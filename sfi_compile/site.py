@@ -76,7 +76,7 @@ class Site:
     value: fx.Node
     """[batch, kv_heads, context, value_dim], before any head repetition."""
     mask: fx.Node
-    """Bool (True: may attend) or float (added to the logits), broadcastable to [batch, query_heads, query_len, context]."""
+    """Bool (True: may attend) or float (added to the logits), broadcastable over [batch, query_heads, query_len, N]."""
     scale: float
     """Factor of the logits."""
     key_write: CacheWrite

@@ -41,7 +41,7 @@ def copy_graph_module(gm: fx.GraphModule, graph: fx.Graph | None = None) -> fx.G
     for old, copied in mapping.items():
         copied.meta = dict(old.meta)
         if hasattr(old, "_dynamo_source"):
-            copied._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
+            copied._dynamo_source = old._dynamo_source
     module = fx.GraphModule(gm, new)
     for name in ("_param_name_to_source", "compile_subgraph_reason", "meta"):
         if hasattr(gm, name):
@@ -57,7 +57,7 @@ def add_static_input(graph: fx.Graph, name: str, tensor: torch.Tensor, mode: Fak
     # static_shapes: otherwise the shape environment gets symbols that have no source, and guard building fails.
     node.meta["example_value"] = mode.from_tensor(tensor, static_shapes=True)
     node.meta["tensor_dict"] = dict(_STATIC)
-    node._dynamo_source = None  # type: ignore[attr-defined]
+    node._dynamo_source = None
     return node
 
 

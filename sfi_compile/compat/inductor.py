@@ -17,7 +17,7 @@ def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any], patches: dict[str, 
     compiled = compile_fx(gm, list(inputs), config_patches=patches or None)
     if not callable(compiled):
         raise TypeError(f"Inductor returned {type(compiled).__name__}, not a callable")
-    return compiled  # type: ignore[no-any-return]
+    return compiled
 
 
 def mode_patches(mode: str | None) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Imports the package's public names, `lab.errors` and `lab.models`.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -45,6 +46,7 @@ class Decoder:
     def __init__(self, model: Any, cache: Any, backend: str, options: dict[str, Any] | None = None) -> None:
         # Both backends trace the same code object; without this they would share Dynamo's cache and recompile limit.
         torch._dynamo.reset()
+        gc.collect()  # graphs of an earlier decoder would still be counted
         self.steps: list[Step] = []
         self._call: Any = torch.compile(model, backend=backend, dynamic=False, options=options)
         self._keywords = {cache_keyword(model): cache, "use_cache": True}

@@ -140,7 +140,7 @@ def show_generate(screen: Screen, result: Mapping[str, Any]) -> None:
 def show_bench(screen: Screen, result: Mapping[str, Any]) -> None:
     """Tables of `sfi bench`."""
     kinds = ("dense", "slow", "fast")
-    times = _table("step time, ms (median ±interquartile range)", "decoder", *kinds, "mean", "floor", "dense/mean")
+    times = _table("step time, ms (median ±interquartile range)", "decoder", *kinds, "mean", "floor", "gain")
     costs = _table(
         "costs", "decoder", "compile dense s", "compile sfi s", "memory MiB", "KV cache MiB", "steps slow/fast"
     )

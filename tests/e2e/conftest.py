@@ -1,0 +1,29 @@
+"""Every end-to-end test starts from a process that has compiled and counted nothing."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import sfi_compile
+from sfi_compile import diagnostics
+
+
+# pytest would format every one of Dynamo's structured trace records.
+logging.getLogger("torch.__trace").propagate = False
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    gc.collect()  # graphs of the last test would still be counted
+    sfi_compile.reset()
+    diagnostics.counters.graphs = 0
+    diagnostics.counters.rejections.clear()
+    yield
+    torch._dynamo.reset()

@@ -1,0 +1,152 @@
+"""Random attention sites for the tests of `sfi::` operators, and the float64 answer to each."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from sfi_compile.kernels import reference
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+FLOOR_ULPS = 4
+"""Where eager attention happens to be exact (one token, say), this many units in the last place are allowed."""
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Attention:
+    """Inputs of one site. `slow_rows` names the rows that may be read; the context of the others is poisoned."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor
+    slow_rows: Tensor
+    scale: float
+    lengths: tuple[int, ...]
+    """One past the last position that a row may attend to."""
+
+    def __repr__(self) -> str:
+        tensors = {name: getattr(self, name) for name in ("q", "k", "v", "mask")}
+        shown = ", ".join(f"{name}={t.dtype} {tuple(t.shape)}" for name, t in tensors.items())
+        return f"Attention({shown}, slow={self.slow}, scale={self.scale}, lengths={self.lengths})"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))  # how hypothesis shows a failing case
+
+    @property
+    def slow(self) -> list[int]:
+        return [b for b, flag in enumerate(self.slow_rows.tolist()) if flag]
+
+    def mask_of(self, b: int) -> Tensor:
+        """[Hq, Q, N]."""
+        row = self.mask[b if self.mask.shape[0] > 1 else 0]
+        return row.expand(self.q.shape[1], self.q.shape[2], self.k.shape[2])
+
+    def allowed(self, b: int) -> Tensor:
+        """What the last query of a row may attend to: bool [N]."""
+        last = self.mask_of(b)[0, -1]
+        return last if last.dtype == torch.bool else last > torch.finfo(last.dtype).min / 2
+
+    def clean(self) -> tuple[Tensor, Tensor]:
+        """Keys and values without poison: what a slow row may read is unchanged, the rest is zero."""
+        return self.k.nan_to_num(0.0), self.v.nan_to_num(0.0)
+
+    def exact(self, b: int) -> Tensor:
+        """Attention of one row in float64: [Hq, Q, Dv]."""
+        k, v = self.clean()
+        return reference.attention(self.q[b], k[b], v[b], self.mask_of(b), self.scale)
+
+    def budget(self, b: int) -> float:
+        """Twice the error that eager attention makes in the same dtype."""
+        k, v = self.clean()
+        mask = self.mask_of(b)[None]
+        mask = mask if mask.dtype == torch.bool else mask.to(self.q.dtype)
+        eager = scaled_dot_product_attention(
+            self.q[b, None], k[b, None], v[b, None], mask, scale=self.scale, enable_gqa=True
+        )
+        error = (eager[0].double() - self.exact(b)).abs().max()
+        return 2 * float(error) + FLOOR_ULPS * torch.finfo(v.dtype).eps * float(v[b].abs().max())
+
+    def row(self, b: int) -> Attention:
+        """The same row as a batch of one."""
+        mask = self.mask[b : b + 1] if self.mask.shape[0] > 1 else self.mask
+        one = slice(b, b + 1)
+        return Attention(
+            self.q[one], self.k[one], self.v[one], mask, self.slow_rows[one], self.scale, (self.lengths[b],)
+        )
+
+
+def poisoned(x: Tensor, slow_rows: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """NaN over the whole context of rows that are not slow, and past the end of those that are."""
+    x = x.clone()
+    for b, length in enumerate(lengths):
+        x[b, :, length if slow_rows[b] else 0 :] = math.nan
+    return x
+
+
+@st.composite
+def attentions(draw: st.DrawFn, queries: int = 3, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Attention:
+    """Any batch, group, width, mask and dtype; NaN wherever an operator must not look."""
+    g = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
+    batch, kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(1, 7))
+    query_len = draw(st.integers(1, queries))
+    size = draw(st.sampled_from([64, 40, 17, 8, 3])) + query_len
+    key_dim, value_dim = (draw(st.sampled_from([16, 8, 5, 1])) for _ in range(2))
+    dtype = draw(st.sampled_from(dtypes))
+    shared = draw(st.booleans())
+    lengths = [draw(st.integers(query_len, size)) for _ in range(batch)]
+    lengths = [lengths[0]] * batch if shared else lengths
+    padding = [draw(st.integers(0, length - query_len)) for length in lengths]
+    holes = draw(st.sampled_from([0.0, 0.0, 0.5]))
+    rows = 1 if shared else batch
+    t, i = torch.arange(size), torch.arange(query_len)
+    mask = torch.rand(rows, 1, query_len, size, generator=g) >= holes
+    for b in range(rows):
+        own = lengths[b] - query_len + i[:, None]
+        mask[b] = (mask[b] | (t == own)) & (t >= padding[b]) & (t <= own)
+    kind = draw(st.sampled_from(["bool", "inf", "min"]))
+    if kind != "bool":
+        blocked = -math.inf if kind == "inf" else torch.finfo(dtype).min
+        bias = torch.randn(mask.shape, generator=g) * draw(st.sampled_from([0.0, 2.0]))
+        mask = bias.to(dtype).masked_fill(~mask, blocked)
+    magnitude = draw(st.sampled_from([0.3, 1.0, 4.0]))
+    q = magnitude * torch.randn(batch, kv_heads * group, query_len, key_dim, generator=g)
+    k, v = (torch.randn(batch, kv_heads, size, dim, generator=g).to(dtype) for dim in (key_dim, value_dim))
+    slow_rows = torch.tensor(draw(st.lists(st.booleans(), min_size=batch, max_size=batch)))
+    k, v = (poisoned(x, slow_rows, tuple(lengths)) for x in (k, v))
+    scale = draw(st.sampled_from([key_dim**-0.5, 1.0, 0.1]))
+    return Attention(q.to(dtype), k, v, mask, slow_rows, scale, tuple(lengths))
+
+
+def dense(case: Attention, min_context: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(output, logits, status, context) of `sfi::dense_attention`; status starts at 0, context at -7."""
+    status = torch.zeros(case.q.shape[0], dtype=torch.int64)
+    context = torch.full_like(status, -7)
+    both = torch.ops.sfi.dense_attention(
+        case.q, case.k, case.v, case.mask, case.slow_rows, case.scale, min_context, status, context
+    )
+    return *both, status, context
+
+
+@contextmanager
+def poisoned_empty() -> Iterator[None]:
+    """Fill what `torch.empty` and its kin return with NaN (integers: with their maximum)."""
+    from torch.utils import deterministic
+
+    before = torch.are_deterministic_algorithms_enabled(), deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    deterministic.fill_uninitialized_memory = True
+    try:
+        assert torch.empty(3).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        deterministic.fill_uninitialized_memory = before[1]

@@ -1,0 +1,176 @@
+"""What all `sfi::` operators share: true schemas and fakes, rows that do not know each other, and gather's definition."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sfi_compile import ops
+from sfi_compile.config import Config
+from tests.kernels.cases import Attention, attentions, poisoned_empty
+
+SFI = torch.ops.sfi
+CONFIG = Config.from_options({"sink": 2, "recent": 4, "k_head": 5, "refresh_interval": 3, "nms_window": 6})
+SPEC = CONFIG.selector().to_text()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _poisoned_empty() -> Iterator[None]:
+    with poisoned_empty():
+        yield
+
+
+def state(batch: int, kv_heads: int, slots: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """held, mem_k, mem_v as allocated: zero."""
+    base = (batch, kv_heads, slots)
+    return (
+        torch.zeros(base, dtype=torch.int64),
+        torch.zeros(*base, key_dim, dtype=dtype),
+        torch.zeros(*base, value_dim, dtype=dtype),
+    )
+
+
+def whole_step(case: Attention, position: int) -> tuple[Tensor, ...]:
+    """Everything that a slow branch computes and writes, and a fast branch one token later."""
+    batch, kv_heads, size, key_dim = case.k.shape
+    selected_end = CONFIG.sink + min(CONFIG.k_head, size)
+    slots = selected_end + CONFIG.recent + CONFIG.refresh_interval
+    memory = state(batch, kv_heads, slots, key_dim, case.v.shape[-1], case.k.dtype)
+    status, context = torch.zeros(batch, dtype=torch.int64), torch.zeros(batch, dtype=torch.int64)
+    at = torch.tensor([position])
+    operands = (case.q, case.k, case.v, case.mask, case.slow_rows, case.scale, 3, status, context)
+    out, logits = SFI.dense_attention(*operands)
+    selected = SFI.select(logits, case.k, case.mask, case.slow_rows, status, at, SPEC)
+    SFI.pack(case.k, case.v, selected, case.mask, case.slow_rows, status, at, SPEC, *memory)
+    token = (case.q[:, ::case.q.shape[1] // kv_heads, :1, :], out[:, :: case.q.shape[1] // kv_heads, :1, :])
+    refreshed_at = torch.full((batch,), position)
+    SFI.append(*token, at + 1, refreshed_at, selected_end, CONFIG.recent, *memory)
+    rank = f"{'b' if case.mask.shape[0] > 1 else '1'}11s"
+    mask = SFI.gather(case.mask, memory[0].clamp_max(size - 1), rank, "bhqs")
+    mask = mask.expand(batch, kv_heads, 1, slots)
+    fast = SFI.memory_attention(case.q, memory[1], memory[2], memory[0], mask, case.scale)
+    # What fast rows hold is undefined: no one may read it.
+    logits = torch.where(case.slow_rows.reshape(-1, 1, 1, 1), logits, 0.0)
+    return out, logits, selected, status, context, *memory, fast
+
+
+@given(attentions(queries=1))
+def test_a_row_alone_is_the_row_in_a_batch(case: Attention) -> None:
+    """Bit for bit, with batch mates that are slow, fast, shorter, or full of NaN."""
+    assume(case.slow)
+    position = max(case.lengths) - 1
+    together = whole_step(case, position)
+    for b in range(case.q.shape[0]):
+        alone = whole_step(case.row(b), position)
+        for name, one, many in zip("out logits selected status context held k v fast".split(), alone, together, strict=True):
+            assert torch.equal(one[0].nan_to_num(7.5), many[b].nan_to_num(7.5)), name
+
+
+# gather
+
+
+@st.composite
+def gathers(draw: st.DrawFn) -> tuple[Tensor, Tensor, str, str, Tensor | None]:
+    """Arguments as the passes make them: axes in any order with s among them, a unit axis for each that x lacks."""
+    sizes = {"b": draw(st.integers(2, 3)), "h": draw(st.integers(2, 3)), "q": 2, "s": draw(st.integers(2, 9)), "d": 5}
+    out = draw(st.sampled_from(["bhsd", "bhqs"]))
+    names = draw(st.permutations([n for n in out if n != "d"]))
+    names = [n if n == "s" or draw(st.booleans()) else "1" for n in names]
+    # The feature axis comes last in every cache.
+    layout = "".join(names) + ("d" if out == "bhsd" else "")
+    x = torch.arange(1, 1 + int(torch.tensor([sizes.get(n, 1) for n in layout]).prod()), dtype=torch.float32)
+    x = x.reshape([sizes.get(n, 1) for n in layout])
+    low = -1
+    n = draw(st.integers(1, 6))
+    element = st.integers(low, sizes["s"] - 1)
+    flat = draw(st.booleans())
+    count = n if flat else sizes["b"] * sizes["h"] * n
+    index = torch.tensor(draw(st.lists(element, min_size=count, max_size=count)))
+    index = index if flat else index.reshape(sizes["b"], sizes["h"], n)
+    rows = torch.tensor([draw(st.integers(0, 1))]) if "q" in layout and draw(st.booleans()) else None
+    return x, index, layout, out, rows
+
+
+@given(gathers())
+def test_gather_is_indexing_by_name(arguments: tuple[Tensor, Tensor, str, str, Tensor | None]) -> None:
+    x, index, layout, out, rows = arguments
+    found = SFI.gather(x, index, layout, out, rows)
+    queries = range(x.shape[layout.index("q")]) if "q" in layout else [0]
+    queries = queries if rows is None else rows.tolist()
+    n = index.shape[-1]
+    assert found.shape[out.index("s")] == n
+    for place in itertools.product(*(range(size) for size in found.shape)):
+        at = dict(zip(out, place, strict=True))
+        position = index[at["s"]] if index.dim() == 1 else index[at["b"], at["h"], at["s"]]
+        at |= {"s": max(int(position), 0)}
+        if "q" in at:
+            at["q"] = queries[at["q"]]
+        assert found[place] == x[tuple(at.get(name, 0) for name in layout)]
+
+
+def test_gather_reads_only_the_positions_asked_for() -> None:
+    x = torch.full((2, 3, 50, 4), float("nan"))
+    x[:, :, 7] = 1.0
+    found = SFI.gather(x, torch.full((2, 3, 5), 7), "bhsd", "bhsd")
+    assert found.eq(1).all()
+
+
+# Schemas and fakes
+
+
+def arguments_of(name: str, dtype: torch.dtype) -> tuple[Any, ...]:
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, h, n, d, generator=g).to(dtype) for h, n, d in ((6, 1, 8), (3, 20, 8), (3, 20, 5)))
+    mask = torch.arange(20)[None, None, None] <= torch.tensor([12, 15])[:, None, None, None]
+    slow_rows = torch.tensor([True, False])
+    at, status, context = torch.tensor([12]), torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    memory = state(2, 3, 14, 8, 5, dtype)
+    selected = torch.tensor([[[3, 5, 7, -1, -1]] * 3] * 2)
+    logits = torch.randn(2, 3, 2, 20, generator=g).masked_fill(~mask, -torch.inf)
+    return {
+        "gather": (k, memory[0], "bhsd", "bhsd"),
+        "dense_attention": (q, k, v, mask, slow_rows, 0.3, 5, status, context),
+        "select": (logits, k, mask, slow_rows, status, at, SPEC),
+        "pack": (k, v, selected, mask, slow_rows, status, at, SPEC, *memory),
+        "append": (k[:, :, :1], v[:, :, :1], at + 1, at.expand(2).clone(), 7, 4, *memory),
+        "memory_attention": (q, memory[1], memory[2], memory[0], mask[:, :, :, :14].expand(2, 3, 1, 14), 0.3),
+    }[name]
+
+
+NAMES = ["gather", "dense_attention", "select", "pack", "append", "memory_attention"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", NAMES)
+def test_schema_and_fake_say_what_the_operator_does(name: str, dtype: torch.dtype) -> None:
+    operator = getattr(SFI, name).default
+    torch.library.opcheck(operator, arguments_of(name, dtype), test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("name", sorted(ops.plain))
+def test_the_traced_body_is_the_operator(name: str) -> None:
+    """`lower` puts the plain body in the operator's place."""
+    one, two = arguments_of(name, torch.float32), arguments_of(name, torch.float32)
+    body = ops.plain[name](*one, *([None] if name == "gather" else []))
+    found = getattr(SFI, name)(*two)
+    results = [*zip(one, two, strict=True), (body, found)]
+    pairs = [(a, b) for a, b in results if isinstance(a, Tensor)]
+    assert len(pairs) > 2
+    assert all(torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5)) for a, b in pairs)
+
+
+def test_every_operator_is_covered() -> None:
+    registered = {name.removeprefix("sfi::").split(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("sfi::")}
+    assert registered == set(NAMES)
+
+
+def test_operators_that_read_flags_stay_out_of_cuda_graphs() -> None:
+    unsafe = {n for n in NAMES if torch._C.Tag.cudagraph_unsafe in getattr(SFI, n).default.tags}
+    assert unsafe == {"dense_attention", "select", "pack"}

@@ -1,0 +1,150 @@
+"""Small decode steps, the Dynamo graphs that they become, and a short text of a graph to compare with.
+
+Nothing here runs Inductor: Dynamo traces a plain function, a recording backend keeps the graph, and the passes work on
+that. Imports torch and the compiler's front end.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_map
+
+from sfi_compile.backend import analyse
+from sfi_compile.config import Config
+from sfi_compile.passes import pipeline
+from sfi_compile.passes.base import Work
+
+OPTIONS: dict[str, Any] = {"sink": 1, "recent": 2, "k_head": 2, "refresh_interval": 2, "min_context": 0}
+"""A memory of seven slots, kept at any context."""
+SDPA = torch.nn.functional.scaled_dot_product_attention
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """One Dynamo graph and the tensors that it was traced with, before the step changed them."""
+
+    module: fx.GraphModule
+    inputs: tuple[Tensor, ...]
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.module.graph
+
+    def node(self, name: str) -> fx.Node:
+        return next(n for n in self.graph.nodes if n.name == name)
+
+    def fresh(self) -> tuple[Tensor, ...]:
+        """The inputs again, untouched by earlier runs."""
+        return copy.deepcopy(self.inputs)
+
+
+def record(function: Callable[..., Any], *args: Any) -> Recorded:
+    """The graph that Dynamo hands to a backend for `function(*args)`, without gradients."""
+    found: list[Recorded] = []
+
+    def backend(module: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        found.append(Recorded(module, tuple(t.detach().clone() for t in inputs)))
+        return module.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(function, backend=backend, fullgraph=True, dynamic=False)(
+            *tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, args)
+        )
+    return found[0]
+
+
+def tensor(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Normal numbers, the same every time."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def minimal(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    """The smallest decode step: write, mask, attend."""
+    keys.index_copy_(2, pos, k)
+    values.index_copy_(2, pos, v)
+    mask = (torch.arange(keys.shape[2]) <= pos)[None, None, None]
+    return SDPA(q, keys, values, attn_mask=mask)
+
+
+def operands(
+    batch: int = 1, query_heads: int = 1, kv_heads: int = 1, size: int = 8, dim: int = 2, at: int = 5
+) -> tuple[Tensor, ...]:
+    """q, k, v, keys, values, pos for a step like `minimal`."""
+    q = tensor(batch, query_heads, 1, dim)
+    k, v = tensor(batch, kv_heads, 1, dim, seed=1), tensor(batch, kv_heads, 1, dim, seed=2)
+    keys, values = tensor(batch, kv_heads, size, dim, seed=3), tensor(batch, kv_heads, size, dim, seed=4)
+    return q, k, v, keys, values, torch.tensor([at])
+
+
+def compiled(module: fx.GraphModule, until: str = "lower", **options: Any) -> Work:
+    """Run the pipeline on a recorded graph up to and with the pass `until`."""
+    work = analyse(module, Config.from_options({**OPTIONS, **options}))
+    assert work.pays, [str(r) for r in work.matched.rejections]
+    names = [p.name for p in pipeline.REWRITE]
+    return pipeline.run(pipeline.REWRITE[: names.index(until) + 1], work)
+
+
+def state(work: Work, slow: bool) -> list[Tensor]:
+    """Zeroed state, with the flag of every row set to `slow`."""
+    tensors = [s.allocate() for s in work.state]
+    tensors[0].fill_(slow)
+    return tensors
+
+
+def text(graph: fx.Graph) -> str:
+    """One line a node: `name = target(args)`; inputs on one line. Selector specs read `SPEC`."""
+    inputs = ", ".join(n.name for n in graph.nodes if n.op == "placeholder")
+    lines = [f"({inputs})"]
+    for node in graph.nodes:
+        given = [_value(a) for a in node.args] + [f"{k}={_value(a)}" for k, a in node.kwargs.items()]
+        if node.op == "output":
+            lines.append(f"return {given[0]}")
+        elif node.op == "call_method":
+            lines.append(f"{node.name} = {given[0]}.{node.target}({', '.join(given[1:])})")
+        elif node.op == "call_function":
+            lines.append(f"{node.name} = {_target(node.target)}({', '.join(given)})")
+        elif node.op == "get_attr":
+            lines.append(f"{node.name} = self.{node.target}")
+    return "\n".join(lines)
+
+
+def same_text(graph: fx.Graph, expected: str) -> None:
+    """Compare with an indented golden text, line by line."""
+    wanted = "\n".join(line.strip() for line in expected.strip().splitlines())
+    assert text(graph) == wanted, f"\n{text(graph)}"
+
+
+def _target(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return f"{target.namespace}.{target._schema.name.split('::')[1]}"
+    return str(getattr(target, "__name__", target))
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, fx.Node):
+        return value.name
+    if isinstance(value, str) and "k_head=" in value:
+        return "SPEC"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_value, value))})"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_value, value))}]"
+    if isinstance(value, slice):
+        return ":" if value == slice(None) else f"{value.start}:{value.stop}:{value.step}"
+    return repr(value)
+
+
+@contextmanager
+def unchanged(graph: fx.Graph) -> Iterator[None]:
+    """Whatever happens inside must leave the graph as it was."""
+    before = text(graph)
+    yield
+    assert text(graph) == before
