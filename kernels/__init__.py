@@ -16,7 +16,10 @@ if __name__ == "kernels":
     _elsewhere = [entry for entry in sys.path if Path(entry or ".").resolve() != _here]
     _spec = PathFinder.find_spec("kernels", _elsewhere)
     if _spec is None or _spec.loader is None:
-        raise ModuleNotFoundError("No module named 'kernels'", name="kernels")
-    _theirs = importlib.util.module_from_spec(_spec)
-    sys.modules["kernels"] = _theirs
-    _spec.loader.exec_module(_theirs)
+        # Theirs is not installed. Whoever asks whether it is (transformers does, by looking for this folder and then at
+        # the version) finds an empty module too old for anything; raising here would break them at import.
+        __version__ = "0"
+    else:
+        _theirs = importlib.util.module_from_spec(_spec)
+        sys.modules["kernels"] = _theirs
+        _spec.loader.exec_module(_theirs)

@@ -93,4 +93,6 @@ def dense_row(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, lengt
         logits = torch.stack([q[h].float() @ k[h].float().T for h in range(k.shape[0])])
     logits = apply_mask(logits.mul_(scale), mask)
     weights = torch.softmax(logits, dim=-1)
+    # As in eager attention, a query that may attend to nothing gets zeros, not 0/0.
+    weights = weights.masked_fill((logits == NEG_INF).all(-1, keepdim=True), 0.0)
     return torch.matmul(weights.to(v.dtype), v), logits

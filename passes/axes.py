@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from sfi_compile.compat.dynamo import example
+from sfi_compile.compat.dynamo import example, size_hint
 from sfi_compile.passes.dataflow import mutated_argument
 
 
@@ -96,15 +96,17 @@ _POINTWISE_METHODS = frozenset(
         "square abs"
     ).split()
 )
+_DUNDERS = frozenset(f"__{name}__" for name in "eq ne lt le gt ge and or xor invert neg add sub mul truediv".split())
+"""Some torch versions trace `a == b` as a call of the method."""
 _SAME = frozenset(["contiguous", "clone", "detach", "alias"])
 _FILLS = {torch.zeros: 0, torch.ones: 1, torch.full: None}
 _ALL = slice(None)
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...] | None:
-    """Sizes of a node's tensor value; None if it is not a tensor."""
+    """Sizes of a node's tensor value; None if it is no tensor. A symbolic size counts as what it is now, unpinned."""
     value = example(node)
-    return tuple(int(n) for n in value.shape) if isinstance(value, torch.Tensor) else None
+    return tuple(size_hint(n) for n in value.shape) if isinstance(value, torch.Tensor) else None
 
 
 def named(layout: str, shape: tuple[int, ...]) -> str:
@@ -136,13 +138,11 @@ def step(node: fx.Node, layout: str) -> Step:
         if target in _FILLS:
             value = node.kwargs.get("fill_value", args[-1]) if target is torch.full else _FILLS[target]
             return Fill(value) if isinstance(value, (int, float, bool)) else Blocked(f"{node.name} fills with a tensor")
-        if target in _POINTWISE_FUNCTIONS:
-            return _pointwise(node, layout)
         if target is operator.getitem and source is not None:
             return _getitem(node, source, args[1], layout)
     if node.op == "call_method" and target in _SAME and source is not None:
         return View(source, layout)
-    if node.op == "call_method" and target in _POINTWISE_METHODS:
+    if _is_pointwise(node):
         return _pointwise(node, layout)
     if source is not None:
         moved = _moved(node, source, layout)
@@ -153,6 +153,12 @@ def step(node: fx.Node, layout: str) -> Step:
 
 def _name(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    if node.op == "call_function" and node.target in _POINTWISE_FUNCTIONS:
+        return True
+    return _name(node) in _DUNDERS or (node.op == "call_method" and node.target in _POINTWISE_METHODS)
 
 
 def _arange(node: fx.Node) -> Step:
@@ -259,7 +265,7 @@ def _table(source: fx.Node, indices: list[fx.Node], layout: str) -> Step:
         if same and _name(source) in ("view", "reshape", *_SAME):
             source = source.all_input_nodes[0]
             continue
-        if not same or not (source.target in _POINTWISE_METHODS or source.target in _POINTWISE_FUNCTIONS):
+        if not same or not _is_pointwise(source):
             return Blocked(f"{_name(source)} computes a table that is looked up")
         functions.insert(0, source)
         source = source.all_input_nodes[0]

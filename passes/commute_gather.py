@@ -65,7 +65,7 @@ class _Branches:
             parent = self.operands[self.inputs.index(source)]
             write = next((w for w in self.writes if self._is(index, w.index)), None)
             found = axes.step(parent, layout)
-            if isinstance(found, axes.Leaf) and self._forwarded(found, write) is None:
+            if isinstance(found, axes.Leaf) and found.source is parent and self._forwarded(found, write) is None:
                 continue
             with self.fast.inserting_before(gather):
                 gather.replace_all_uses_with(self._pushed(parent, layout, index, out))

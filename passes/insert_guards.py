@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from sfi_compile import ops as _ops  # registers the sfi:: operators
-from sfi_compile.compat.dynamo import add_static_input, copy_graph_module, example
+from sfi_compile.compat.dynamo import add_static_input, copy_graph_module, example, new_graph_module
 from sfi_compile.config import Config
 from sfi_compile.passes.base import Builder, Pass, StateTensor, Work
 from sfi_compile.site import MatchResult, Site
@@ -136,7 +136,7 @@ def _branch(values: dict[str, Any], site: Site, work: Work, build: Any) -> fx.Gr
         nodes[name].meta["example_value"] = value
     out = build(Builder(graph), nodes, site, work)
     graph.output((out,))
-    return fx.GraphModule(torch.nn.Module(), graph)
+    return new_graph_module(torch.nn.Module(), graph)
 
 
 def _fast_branch(b: Builder, n: dict[str, fx.Node], site: Site, work: Work) -> fx.Node:

@@ -76,7 +76,8 @@ def is_prefill(graph: fx.Graph) -> bool:
     Asks no symbolic size for its value, which would pin the graph to one prompt length. (Dynamo never makes a size of
     one symbolic, so a symbolic query length is a prompt's.)
     """
-    queries = [example(n.args[0]) for n in graph.nodes if n.target is _SDPA and isinstance(n.args[0], fx.Node)]
+    attention = [n.args[0] if n.args else n.kwargs.get("query") for n in graph.nodes if n.target is _SDPA]
+    queries = [example(n) for n in attention if isinstance(n, fx.Node)]
     lengths: list[Any] = [q.shape[-2] for q in queries if isinstance(q, torch.Tensor) and q.dim() == 4]
     return bool(lengths) and all(isinstance(n, torch.SymInt) or n > 1 for n in lengths)
 
@@ -226,6 +227,11 @@ def _write(node: fx.Node, what: str, attention: fx.Node, flow: DataFlow) -> Cach
     index, value = _index_and_value(write, leaf.source, axis, what)
     if axes.shape_of(index) != (1,):
         raise _Refusal("cache-write", f"{write.name} writes positions {axes.shape_of(index)}", "write one position")
+    # Both are read again at the attention node, and the position also before the step.
+    for source, since, code in ((index, index, "position"), (value, write, "stale-read")):
+        for other in flow.writes(source):
+            if flow.order[since] < flow.order[other] < flow.order[attention]:
+                raise _Refusal(code, f"{other.name} changes {source.name} in place", "update it after attention")
     return CacheWrite(write, leaf.source, leaf.layout, index, value)
 
 

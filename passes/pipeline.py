@@ -15,6 +15,7 @@ from sfi_compile.passes.specialise import Specialise
 from sfi_compile.passes.unswitch import Unswitch
 from sfi_compile.passes.verify import Verify
 
+SURVEY: tuple[Pass, ...] = (Specialise(pin=False), MatchAttention())
 ANALYSIS: tuple[Pass, ...] = (Specialise(), MatchAttention())
 REWRITE: tuple[Pass, ...] = (InsertGuards(), CommuteGather(), Unswitch(), Verify(), Lower())
 

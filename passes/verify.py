@@ -38,11 +38,14 @@ class Verify(Pass):
             if any(n.target is _COND for n in module.graph.nodes):
                 raise VerificationError(f"the {label} graph still holds a cond")
             same_writes(work.graph.graph, module.graph, label)
+        sources: dict[int, set[str]] = {}
         for site in work.matched.sites:
-            found = context_sized(fast.graph, site.context, {n.name for n in site.context_sources})
+            sources.setdefault(site.context, set()).update(n.name for n in site.context_sources)
+        for size, names in sources.items():
+            found = context_sized(fast.graph, size, names)
             if found:
                 lines = "; ".join(f"{n.name} = {n.format_node()}" for n in found[:3])
-                raise VerificationError(f"the fast graph works on the whole context ({site.context}): {lines}")
+                raise VerificationError(f"the fast graph works on the whole context ({size}): {lines}")
         return work
 
 
@@ -75,7 +78,7 @@ def context_sized(graph: fx.Graph, size: int, sources: set[str]) -> list[fx.Node
                 found.append(node)
         elif flow.origin(node) is not node and flow.origin(node) in tainted:
             tainted.add(node)  # a view, or a write in place
-            if flow.origin(node).op not in ("placeholder", "get_attr"):
+            if flow.origin(node).op not in ("placeholder", "get_attr") or _is_copy(node, flow.origin(node)):
                 found.append(node)
         elif not is_input and node.target not in _LOOKUPS and tainted & set(node.all_input_nodes):
             tainted.add(node)
@@ -91,6 +94,14 @@ def _of_the_model(graph: fx.Graph) -> set[fx.Node]:
         if lives and getattr(node.target, "namespace", None) != "sfi":
             needed.add(node)
     return needed
+
+
+def _is_copy(node: fx.Node, origin: fx.Node) -> bool:
+    """Whether what may be a view (a reshape, say, of repeated heads) has memory of its own."""
+    value, root = example(node), example(origin)
+    if not isinstance(value, torch.Tensor) or not isinstance(root, torch.Tensor):
+        return False
+    return bool(value.untyped_storage()._cdata != root.untyped_storage()._cdata)
 
 
 def _has_axis(value: Any, size: int) -> bool:

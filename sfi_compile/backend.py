@@ -27,6 +27,10 @@ from sfi_compile.site import MatchResult, RejectedSitesError, Rejection, Site
 
 log = logging.getLogger("sfi_compile")
 
+_GRADIENTS = Rejection(
+    "gradients", "graph", "gradients are enabled, so the graph is compiled by plain Inductor", "use torch.no_grad()"
+)
+
 
 def sfi(gm: fx.GraphModule, example_inputs: Sequence[Any], **settings: Any) -> Callable[..., Any]:
     """The Dynamo backend; `settings` are `options=` and `mode=` of `torch.compile`.
@@ -38,10 +42,10 @@ def sfi(gm: fx.GraphModule, example_inputs: Sequence[Any], **settings: Any) -> C
     """
     config = Config.from_options(settings.get("options"))
     patches = mode_patches(settings.get("mode") or config.mode)
-    if needs_gradients(example_inputs):
-        log.warning("sfi: gradients are enabled, so this graph is compiled by plain Inductor; use torch.no_grad()")
-        return compile_graph(gm, example_inputs, patches)
     if is_prefill(gm.graph):
+        return compile_graph(gm, example_inputs, patches)
+    if needs_gradients(example_inputs):
+        _report(MatchResult((), (_GRADIENTS,), None), config)
         return compile_graph(gm, example_inputs, patches)
 
     work = analyse(gm, config)
@@ -61,10 +65,11 @@ def sfi(gm: fx.GraphModule, example_inputs: Sequence[Any], **settings: Any) -> C
 
 def analyse(gm: fx.GraphModule, config: Config) -> Work:
     """Match a graph and find the context from which a memory pays. Changes nothing."""
+    work = pipeline.run(pipeline.SURVEY, Work(config, gm))
+    if not work.matched.sites:
+        return work  # before any size is pinned: what stays dense may stay dynamic
     work = pipeline.run(pipeline.ANALYSIS, Work(config, gm))
     sites = work.matched.sites
-    if not sites:
-        return work
     cost = CostModel.of([_shape(s) for s in sites], config)
     allocated = min(s.context for s in sites)
     if cost.threshold is not None and cost.threshold <= allocated:

@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import math
 import operator
+import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -68,9 +69,10 @@ class SelectorSpec:
     @classmethod
     def from_text(cls, text: str) -> SelectorSpec:
         """The spec that `to_text` wrote. Raises ValueError on anything else."""
-        pairs = dict(item.split("=", 1) for item in text.split())
+        items = [item.partition("=")[::2] for item in text.split()]
+        pairs = dict(items)
         names = [f.name for f in dataclasses.fields(cls)]
-        if sorted(pairs) != sorted(names):
+        if sorted(name for name, _ in items) != sorted(names):
             raise ValueError(f"not a selector spec: {text!r}; allowed: {' '.join(f'{n}=…' for n in names)}")
         values: dict[str, Any] = {
             f.name: (int if f.type == "int" else float)(pairs[f.name]) for f in dataclasses.fields(cls)
@@ -190,7 +192,8 @@ def _real(low: float, high: float = math.inf, *, open_low: bool = False) -> Call
     def check(key: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise _refuse(key, value, allowed)
-        number = float(value)
+        # Beyond the range of a float is out of range, not an accident.
+        number = float(value) if abs(value) < 1e300 else math.inf
         if not math.isfinite(number) or number < low or number > high or (open_low and number == low):
             raise _refuse(key, value, allowed)
         return number
@@ -224,7 +227,7 @@ def _optional(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
 
 def _folder(key: str, value: Any) -> str:
     # str() of a Path-like keeps the config hashable and printable.
-    path = value.__fspath__() if hasattr(value, "__fspath__") else value
+    path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else value
     if not isinstance(path, str) or not path:
         raise _refuse(key, value, "a folder path")
     return path

@@ -109,7 +109,7 @@ def dense_attention(
         mask: bool or float, broadcastable to [B, Hq, Q, N].
         slow_rows: bool [B].
         scale: factor of the logits.
-        min_context: valid tokens from which a row keeps a memory.
+        min_context: valid tokens from which a row keeps a memory; a row without any never does.
         status: int64 [B] of `RowStatus`, written for slow rows: raised to SHORT or NOT_FINITE where that holds.
         context: int64 [B], written for slow rows: number of valid tokens.
 
@@ -131,7 +131,7 @@ def dense_attention(
         logits[b, ..., :length] = row_logits
         logits[b, ..., length:] = attention.NEG_INF
         context[b] = allowed.sum()
-        if int(context[b]) < min_context:
+        if int(context[b]) < max(min_context, 1):
             status[b].clamp_(min=RowStatus.SHORT)
         if not bool(out[b].isfinite().all()):
             status[b].clamp_(min=RowStatus.NOT_FINITE)

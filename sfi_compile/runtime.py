@@ -58,6 +58,7 @@ class DecodeRunner:
         self.next_position: int | None = None
         self.fingerprint: Tensor | None = None
         self.version: int | None = None
+        self.address = 0
         diagnostics.runners.add(self)
 
     @property
@@ -81,12 +82,9 @@ class DecodeRunner:
         slow = any(why)
         if slow:
             self._announce(why)
-        try:
-            out = (self.slow if slow else self.fast)(*args, *self.arguments)
-        except BaseException:
-            # Whatever was half done, no row may trust it.
-            self.drop_memory()
-            raise
+        # Until the step is done, no row may trust what is half done: an error leaves all rows slow.
+        self.next_position = None
+        out = (self.slow if slow else self.fast)(*args, *self.arguments)
         if slow:
             self._settle(position, why)
         self._count(position, why)
@@ -123,7 +121,13 @@ class DecodeRunner:
         return position, why
 
     def _same_version(self, root: Tensor) -> bool:
-        """Nobody else wrote into the cache since our last step, as far as torch tracks it."""
+        """The same memory, into which nobody else wrote since our last step, as far as torch tracks it.
+
+        An equal address proves nothing, but another one is another cache. The keys of a decoder of one layer depend on
+        token and position alone, so that its fingerprint cannot tell two texts apart.
+        """
+        if root.data_ptr() != self.address:
+            return False
         return self.version is None or root.is_inference() or root._version == self.version
 
     def _announce(self, why: list[Trigger | None]) -> None:
@@ -172,4 +176,4 @@ class DecodeRunner:
             self.fingerprint = torch.empty_like(row, memory_format=torch.contiguous_format)
         self.fingerprint.copy_(row)
         self.next_position = position + 1
-        self.version = None if root.is_inference() else root._version
+        self.address, self.version = root.data_ptr(), None if root.is_inference() else root._version

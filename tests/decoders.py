@@ -7,6 +7,7 @@ Every entry builds in well under a second. `DECODERS` are rewritten in every lay
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,9 @@ WINDOW = 8
 """Of the sliding layers, in tokens."""
 
 transformers.utils.logging.set_verbosity_error()
+
+CACHE = "cache" if "cache" in inspect.signature(transformers.LlamaForCausalLM.forward).parameters else "past_key_values"
+"""The keyword of the KV cache; transformers renamed it."""
 
 Builder = Callable[[], tuple[Any, Any]]
 Caller = Callable[[Callable[..., Any], Tensor, Any, int], Tensor]
@@ -38,12 +42,12 @@ def dynamic_cache(model: Any, batch: int, length: int) -> Any:
 
 def call_transformers(forward: Callable[..., Any], tokens: Tensor, cache: Any, position: int) -> Tensor:
     """How a causal decoder of transformers is called; the cache knows the position."""
-    return forward(tokens, cache=cache, use_cache=True).logits
+    return forward(tokens, use_cache=True, **{CACHE: cache}).logits
 
 
 def call_encoder_decoder(forward: Callable[..., Any], tokens: Tensor, cache: Any, position: int) -> Tensor:
     """The decoder half of an encoder-decoder; the cache brings the encoder's output along."""
-    return forward(encoder_outputs=cache.encoded, decoder_input_ids=tokens, cache=cache, use_cache=True).logits
+    return forward(encoder_outputs=cache.encoded, decoder_input_ids=tokens, use_cache=True, **{CACHE: cache}).logits
 
 
 def call_with_positions(forward: Callable[..., Any], tokens: Tensor, cache: Any, position: int) -> Tensor:
@@ -62,7 +66,8 @@ class Decoder:
 
     name: str
     build: Builder
-    """Model in eval mode, float32, weights from a fixed seed; and its config (None for a hand-written one)."""
+    """Model in float32, weights from a fixed seed, in eval mode unless its name says otherwise; and its config, None
+    for a hand-written decoder."""
     query_heads: int = 4
     kv_heads: int = 2
     sites: int = LAYERS
@@ -73,11 +78,11 @@ class Decoder:
     """(model, batch, positions) → an empty cache: a transformers cache, or a module with buffers."""
     call: Caller = call_transformers
     """(forward, tokens int64 [batch, new], cache, position of the first of them) → logits [batch, new, vocab]."""
-    training: bool = False
-    """Left in training mode."""
 
 
-def build(family: str, head: str = "ForCausalLM", implementation: str = "sdpa", **changes: Any) -> Builder:
+def build(
+    family: str, head: str = "ForCausalLM", implementation: str = "sdpa", train: bool = False, **changes: Any
+) -> Builder:
     """A builder of a transformers decoder; `...` drops a setting. Weights are larger than usual: attention is then
     peaked, and greedy decoding has no near ties."""
     usual = {
@@ -100,7 +105,7 @@ def build(family: str, head: str = "ForCausalLM", implementation: str = "sdpa", 
             warnings.simplefilter("ignore")
             config = getattr(transformers, family + "Config")(**_given(usual | changes))
             torch.manual_seed(0)
-            model = getattr(transformers, family + head)(config).eval().requires_grad_(False)
+            model = getattr(transformers, family + head)(config).train(train).requires_grad_(False)
         model.generation_config.eos_token_id = None
         return model, config
 
@@ -187,8 +192,7 @@ DENSE: tuple[Decoder, ...] = tuple(
         Decoder("llama-eager", build("Llama", implementation="eager"), codes=("softmax-chain",) * LAYERS),
         Decoder("permuted-key", own(OwnBlock, 2, "bshd", "permuted"), codes=("softmax-chain",) * LAYERS, **_OWN),
         Decoder("growing-cache", build("Llama"), codes=("not-commutable",) * LAYERS, cache=dynamic_cache),
-        Decoder("flex", build("Llama", implementation="flex_attention"), codes=("flex-attention",) * LAYERS),
-        Decoder("training", build("Llama", attention_dropout=0.1), codes=("dropout",) * LAYERS, training=True),
+        Decoder("training", build("Llama", attention_dropout=0.1, train=True), codes=("dropout",) * LAYERS),
         Decoder("mla", build("DeepseekV3", **_MLA), codes=("not-commutable",) * LAYERS),
         Decoder("multihead-attention", own(OpaqueBlock), codes=("opaque-module",) * LAYERS, **_OWN),
         Decoder("t5", build("T5", "ForConditionalGeneration", **_ALL, **_T5),

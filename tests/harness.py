@@ -1,4 +1,4 @@
-"""What the end-to-end tests share: a decode loop over any sample decoder, compilation without Inductor, error budgets."""
+"""What end-to-end tests share: a decode loop over any sample decoder, compilation without Inductor, error budgets."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import transformers
 from torch import Tensor
 
 import sfi_compile
@@ -53,6 +54,11 @@ def compiled(model: Any, **options: Any) -> Callable[..., Any]:
     return torch.compile(model.forward, backend="sfi", options=options)
 
 
+def dynamo_graphs() -> int:
+    """Graphs that Dynamo has compiled since its last reset."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
 def prompt(batch: int, length: int, seed: int = 0) -> Tensor:
     """Random token ids, int64 [batch, length]; 0 and 1 (padding, begin) are left out."""
     return torch.randint(2, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
@@ -89,6 +95,7 @@ def decode(
 ) -> Run:
     """Prefill eagerly, then feed one token a row: `tokens` [batch, steps], or greedily."""
     with torch.no_grad():
+        torch.manual_seed(0)  # of dropout, where there is any
         cache = decoder.cache(model, ids.shape[0], cache_len)
         logits = [decoder.call(model.forward, ids, cache, 0)[:, -1:]]
         run = Run(tokens=torch.empty(0), logits=logits[0], kinds=[], caches=[])
@@ -136,6 +143,11 @@ def as_dtype(cache: Any, dtype: torch.dtype) -> Any:
     cache = copy.deepcopy(cache)
     if isinstance(cache, torch.nn.Module):
         return cache.to(dtype)
+    if isinstance(cache, transformers.EncoderDecoderCache):
+        both = (as_dtype(half, dtype) for half in (cache.self_attention_cache, cache.cross_attention_cache))
+        cache.self_attention_cache, cache.cross_attention_cache = both
+        cache.encoded.last_hidden_state = cache.encoded.last_hidden_state.to(dtype)
+        return cache
     for layer in cache.layers:
         for name, value in vars(layer).items():
             if isinstance(value, Tensor) and value.is_floating_point():

@@ -394,6 +394,7 @@ def test_bench_rows(micro: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert row["steps"]["slow"] >= 8
     assert row["steps"]["fast"] >= 8
     assert row["steps"]["dense"] >= 20
+    assert all(row["processor_share"][key] > 0 for key in ("dense", "sfi"))
     assert row["memory_bytes"] > 0
     assert row["cache_bytes"] == 2 * 2 * 2 * 2 * (100 + 6 + 20 + 8) * 16 * 4
     assert found["versions"]["torch"]
@@ -444,3 +445,12 @@ def test_a_decoder_names_its_steps_by_the_counters(folder: Path) -> None:
     assert len(decoder.timed("dense")) == 2
     assert decoder.timed("fast") == []
     assert decoder.compile_seconds() <= decoder.steps[0].seconds
+    assert (decoder.processor_share() or 0) > 0
+
+
+@pytest.mark.parametrize(("shares", "warned"), [([1.9, 0.47], True), ([1.0, 0.97], False), ([None, None], False)])
+def test_times_from_a_busy_machine_come_with_a_warning(
+    shares: list[float | None], warned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report._warn_if_busy(report.Screen(), shares)
+    assert ("warning: the machine was busy" in capsys.readouterr().out) is warned

@@ -6,6 +6,7 @@ The restatement keeps the history of a row instead of a state: which positions r
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 from hypothesis import given
@@ -80,7 +81,7 @@ def run(config: Config, start: int, text: list[Step]) -> list[tuple[int, Trigger
 def test_every_step_of_a_text(config: Config, start: int, text: list[Step]) -> None:
     answers = run(config, start, text)
     slow = [position for position, why in answers if why is not None]
-    assert all(b - a <= config.refresh_interval for a, b in zip(slow, slow[1:], strict=False))
+    assert all(b - a <= config.refresh_interval for a, b in itertools.pairwise(slow))
     assert not text or answers[0][1] is Trigger.INVALID
 
 
@@ -102,7 +103,7 @@ def test_positions_are_relative(config: Config, start: int, text: list[bool], sh
 @given(configs(), st.lists(st.booleans(), min_size=1, max_size=40))
 def test_a_boundary_never_makes_two_refreshes_closer_than_the_gap(config: Config, text: list[bool]) -> None:
     slow = [(p, why) for p, why in run(config, 0, [Step(b, False) for b in text]) if why is not None]
-    for (before, reason), (after, why) in zip(slow, slow[1:], strict=False):
+    for (before, reason), (after, why) in itertools.pairwise(slow):
         if why is Trigger.BOUNDARY:
             assert text[after]
             assert after - before >= config.min_refresh_gap

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 _STATIC = {"_dynamo_static_input_type": "unguarded"}
 
@@ -21,6 +22,11 @@ def example(node: fx.Node) -> Any:
     return node.meta.get("example_value", node.meta.get("val"))
 
 
+def size_hint(size: int | torch.SymInt) -> int:
+    """The value that a size has in this call; unlike `int(size)`, asking adds no guard."""
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
 def fake_mode_of(graph: fx.Graph) -> FakeTensorMode | None:
     """The fake mode in which a Dynamo graph was traced."""
     for node in graph.nodes:
@@ -28,6 +34,11 @@ def fake_mode_of(graph: fx.Graph) -> FakeTensorMode | None:
         if isinstance(value, FakeTensor):
             return value.fake_mode
     return None
+
+
+def new_graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """A GraphModule that generates its Python code when it is first run or printed, not at every change."""
+    return _LazyGraphModule(root, graph)
 
 
 def copy_graph_module(gm: fx.GraphModule, graph: fx.Graph | None = None) -> fx.GraphModule:
@@ -42,7 +53,7 @@ def copy_graph_module(gm: fx.GraphModule, graph: fx.Graph | None = None) -> fx.G
         copied.meta = dict(old.meta)
         if hasattr(old, "_dynamo_source"):
             copied._dynamo_source = old._dynamo_source
-    module = fx.GraphModule(gm, new)
+    module = new_graph_module(gm, new)
     for name in ("_param_name_to_source", "compile_subgraph_reason", "meta"):
         if hasattr(gm, name):
             setattr(module, name, getattr(gm, name))

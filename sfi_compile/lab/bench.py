@@ -5,6 +5,7 @@ Imports the package's public names, `compat.inductor` and the lab.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import math
@@ -20,9 +21,9 @@ import torch
 
 import sfi_compile
 from sfi_compile.compat.inductor import fresh_cache
-from sfi_compile.lab.decode import Decoder, interquartile_range, median
+from sfi_compile.lab.decode import Decoder, forget_graphs, interquartile_range, median
 from sfi_compile.lab.errors import LabError
-from sfi_compile.lab.shapes import Shape, build, filled_cache, find_shape, rewind, weight_bytes
+from sfi_compile.lab.shapes import Shape, build, filled_cache, find_shape, weight_bytes
 
 BOUNDARY_SHARE = 20
 """One token id in so many is a boundary; tokens are drawn uniformly, so sentences last this long on average."""
@@ -31,7 +32,9 @@ WARM_STEPS = 6
 FORCED_SLOW_STEPS = 8
 """Slow steps timed after the measured run, each from an invalid memory, so that their median means something."""
 DENSE_STEPS = 32
-"""At most so many dense steps are timed."""
+"""About so many dense steps are timed."""
+BLOCK = 8
+"""SFI steps between two turns of the dense run."""
 COPY_BYTES = 1 << 28
 """Size of the buffer whose copy measures the memory bandwidth."""
 
@@ -85,28 +88,34 @@ def _measure(
     cache = filled_cache(model, shape, batch, context, longest)
     tokens = torch.randint(shape.vocab, (longest - context, batch, 1), device=settings.device)
 
-    status("dense: compiling and measuring")
-    with fresh_cache():
-        dense = Decoder(model, cache, "inductor")
-        for step in range(2 + min(settings.new_tokens, DENSE_STEPS)):
-            dense.step(tokens[step])
-
-    rewind(cache, context)
+    # Each run has a cache of its own: steps of the other would break the continuity that a memory is checked for.
+    forget_graphs()
+    dense = Decoder(model, copy.deepcopy(cache), "inductor")
     boundaries = tuple(range(0, shape.vocab, BOUNDARY_SHARE))
     # min_context=0: a fast step is to be measured also where the default would rather stay dense.
     options = {"boundary_token_ids": boundaries, "min_context": 0, **settings.options}
-    status("sfi: compiling")
-    with fresh_cache():
-        sparse = Decoder(model, cache, "sfi", options)
-        for step in range(WARM_STEPS):
+    sparse = Decoder(model, cache, "sfi", options)
+    for name_of_run, run in (("dense", dense), ("sfi", sparse)):
+        status(f"{name_of_run}: compiling")
+        with fresh_cache():
+            for step in range(WARM_STEPS):
+                run.step(tokens[step])
+
+    # The runs take turns, so that both meet the same load of the machine.
+    status("measuring")
+    measured = range(WARM_STEPS, WARM_STEPS + settings.new_tokens)
+    every = max(1, settings.new_tokens // DENSE_STEPS)
+    for start in range(0, len(measured), BLOCK):
+        block = measured[start : start + BLOCK]
+        for step in block:
             sparse.step(tokens[step])
-        status("sfi: measuring")
-        for step in range(WARM_STEPS, WARM_STEPS + settings.new_tokens):
-            sparse.step(tokens[step])
-        counted = sfi_compile.stats()
-        for step in range(WARM_STEPS + settings.new_tokens, longest - context):
-            sfi_compile.reset()
-            sparse.step(tokens[step])
+        for step in block[::every]:
+            dense.step(tokens[step])
+    counted = sfi_compile.stats()
+    for step in range(measured.stop, longest - context):
+        sfi_compile.reset()
+        sparse.step(tokens[step])
+        dense.step(tokens[step])
     if not sparse.timed("fast"):
         reasons = [f"{counted.slow_steps} slow steps, {counted.short_steps} of them short of the minimum context"]
         reasons += [str(rejection) for rejection in counted.rejections]
@@ -128,6 +137,10 @@ def _measure(
         "cache_bytes": sum(t.numel() * t.element_size() for layer in cache.layers for t in (layer.keys, layer.values)),
         "peak_rss_bytes": peak_rss(),
         "steps": {"dense": len(dense.timed()), "slow": len(sparse.timed("slow")), "fast": len(sparse.timed("fast"))},
+        "processor_share": {
+            run: decoder.processor_share() if settings.device == "cpu" else None
+            for run, decoder in (("dense", dense), ("sfi", sparse))
+        },
         "triggers": dict(counted.triggers),
         "support": counted.support,
         "sites": counted.sites,

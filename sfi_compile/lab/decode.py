@@ -31,6 +31,8 @@ class Step:
     """"slow" or "fast" by the backend's own counters; "dense" if neither moved."""
     compiled: bool
     """Compilation happened in it (or may have: the first step of its kind), so it is no timing."""
+    processor_seconds: float = 0.0
+    """Processor time that this process got meanwhile, over all its threads."""
 
 
 class Decoder:
@@ -44,9 +46,6 @@ class Decoder:
     """
 
     def __init__(self, model: Any, cache: Any, backend: str, options: dict[str, Any] | None = None) -> None:
-        # Both backends trace the same code object; without this they would share Dynamo's cache and recompile limit.
-        torch._dynamo.reset()
-        gc.collect()  # graphs of an earlier decoder would still be counted
         self.steps: list[Step] = []
         self._call: Any = torch.compile(model, backend=backend, dynamic=False, options=options)
         self._keywords = {cache_keyword(model): cache, "use_cache": True}
@@ -64,7 +63,7 @@ class Decoder:
         tokens = tokens.clone(memory_format=torch.contiguous_format)
         before, graphs = sfi_compile.stats() if self._counted else None, _dynamo_graphs()
         _synchronize(tokens.device)
-        start = time.perf_counter()
+        start, processor = time.perf_counter(), time.process_time()
         try:
             with torch.no_grad():
                 logits = self._call(tokens, **self._keywords).logits
@@ -74,7 +73,7 @@ class Decoder:
                 raise LabError(str(inner).removeprefix("sfi: ")) from None
             raise
         _synchronize(tokens.device)
-        seconds = time.perf_counter() - start
+        seconds, processor = time.perf_counter() - start, time.process_time() - processor
         kind, recompiled = "dense", _dynamo_graphs() != graphs
         if before is not None:
             after = sfi_compile.stats()
@@ -84,12 +83,18 @@ class Decoder:
             elif after.fast_steps > before.fast_steps:
                 kind = "fast"
         first = all(step.kind != kind for step in self.steps)
-        self.steps.append(Step(seconds, kind, first or recompiled))
+        self.steps.append(Step(seconds, kind, first or recompiled, processor))
         return logits[:, -1]  # type: ignore[no-any-return]
 
     def timed(self, kind: str | None = None) -> list[float]:
         """Seconds of the steps of a kind (all kinds: None) in which nothing was compiled."""
         return [step.seconds for step in self.steps if not step.compiled and kind in (None, step.kind)]
+
+    def processor_share(self) -> float | None:
+        """Processors that this process kept busy in its timed steps; well below 1 on a CPU, others were using them."""
+        timed = [step for step in self.steps if not step.compiled]
+        wall = sum(step.seconds for step in timed)
+        return sum(step.processor_seconds for step in timed) / wall if wall else None
 
     def compile_seconds(self) -> float:
         """Seconds spent compiling: the steps that compiled, less what a later step of the same kind takes."""
@@ -98,6 +103,12 @@ class Decoder:
             if step.compiled:
                 total += step.seconds - (median(self.timed(step.kind)) or 0.0)
         return max(total, 0.0)
+
+
+def forget_graphs() -> None:
+    """Drop every compiled graph, so that those of an earlier run are neither counted nor add to recompile limits."""
+    torch._dynamo.reset()
+    gc.collect()
 
 
 def prefill(model: Any, ids: torch.Tensor, cache: Any, progress: Callable[[int], None] = lambda tokens: None) -> None:

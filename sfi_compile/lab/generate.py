@@ -14,11 +14,13 @@ from typing import Any
 import torch
 
 import sfi_compile
-from sfi_compile.lab.decode import Decoder, median, prefill
+from sfi_compile.lab.decode import Decoder, forget_graphs, median, prefill
 from sfi_compile.lab.errors import LabError
 from sfi_compile.lab.models import load, static_cache
 from sfi_compile.lab.texts import CHARS_PER_TOKEN, named_text, prompt_ids, read_prompt
 
+BLOCK = 8
+"""Decode steps that one run takes before the other does: both meet the same load of the machine."""
 COMPILING_STEPS = 2
 """Decode steps behind the "compiling" spinner: the first (slow) and the first fast one."""
 
@@ -80,15 +82,24 @@ def run_generate(settings: GenerateSettings, observer: Observer | None = None) -
         prefill(model, ids[:, :-1], cache, advance)
 
     options = {"boundary_token_ids": sfi_compile.sentence_boundaries(tokenizer), **settings.options}
-    dense = Decoder(model, copy.deepcopy(cache), "inductor")
-    dense_ids = _decode(dense, ids[:, -1:], settings.new_tokens, show, "dense", _ignore)
-    sparse = Decoder(model, cache, "sfi", options)
+    forget_graphs()
     writer = _Streamer(tokenizer, show.text)
-    sparse_ids = _decode(sparse, ids[:, -1:], settings.new_tokens, show, "sfi", writer.add)
+    dense = Decoder(model, copy.deepcopy(cache), "inductor")
+    sparse = Decoder(model, cache, "sfi", options)
+    dense_run, sparse_run = _Run(dense, ids[:, -1:], _ignore), _Run(sparse, ids[:, -1:], writer.add)
+    first = min(COMPILING_STEPS, settings.new_tokens)
+    for name, run in (("dense", dense_run), ("sfi", sparse_run)):
+        with show.busy(f"{name}: compiling"):
+            run.advance(first)
+    for done in range(first, settings.new_tokens, BLOCK):
+        for run in (dense_run, sparse_run):
+            run.advance(min(BLOCK, settings.new_tokens - done))
     writer.finish()
+    dense_ids, sparse_ids = dense_run.ids, sparse_run.ids
 
     counted = sfi_compile.stats()
     runs = {"dense": dense, "sfi": sparse}
+    on_cpu = settings.device == "cpu"
     return {
         "model": settings.model,
         "prompt_tokens": ids.shape[1],
@@ -103,6 +114,7 @@ def run_generate(settings: GenerateSettings, observer: Observer | None = None) -
             "fast": _ms(median(sparse.timed("fast"))),
         },
         "compile_s": {name: round(run.compile_seconds(), 2) for name, run in runs.items()},
+        "processor_share": {name: run.processor_share() if on_cpu else None for name, run in runs.items()},
         "agreement": agreement(dense_ids, sparse_ids),
         "retention": counted.retention,
         "support": counted.support,
@@ -143,26 +155,18 @@ def _cache_length(model: Any, prompt: int, settings: GenerateSettings) -> int:
     return settings.max_cache_len or needed
 
 
-def _decode(
-    decoder: Decoder, token: torch.Tensor, count: int, show: Observer, name: str, each: Callable[[int], None]
-) -> list[int]:
-    ids: list[int] = []
+class _Run:
+    """A greedy continuation, some steps at a time; `each` is given every token id."""
 
-    def run(steps: int) -> None:
-        nonlocal token
+    def __init__(self, decoder: Decoder, token: torch.Tensor, each: Callable[[int], None]) -> None:
+        self._decoder, self._token, self._each = decoder, token, each
+        self.ids: list[int] = []
+
+    def advance(self, steps: int) -> None:
         for _ in range(steps):
-            token = decoder.step(token).argmax(-1, keepdim=True)
-            ids.append(int(token))
-            each(ids[-1])
-
-    with show.busy(f"{name}: compiling"):
-        run(min(COMPILING_STEPS, count))
-    if name == "dense":
-        with show.busy("dense: decoding"):
-            run(count - len(ids))
-    else:
-        run(count - len(ids))
-    return ids
+            self._token = self._decoder.step(self._token).argmax(-1, keepdim=True)
+            self.ids.append(int(self._token))
+            self._each(self.ids[-1])
 
 
 class _Streamer:

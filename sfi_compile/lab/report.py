@@ -17,6 +17,9 @@ from rich.text import Text
 
 from sfi_compile.lab.errors import LabError
 
+BUSY_SHARE = 0.8
+"""Processors that a CPU run keeps busy on an idle machine, at the very least."""
+
 
 class Screen:
     """Results on stdout, progress on stderr, so that a redirected stdout holds results alone."""
@@ -132,6 +135,7 @@ def show_generate(screen: Screen, result: Mapping[str, Any]) -> None:
         compiling = f"{result['compile_s'][name]:.1f}"
         times.add_row(name, _number(speed[name], ".1f"), _number(step[kind]), _number(fast), compiling)
     screen.out.print(times)
+    _warn_if_busy(screen, result["processor_share"].values())
     if not steps["fast"]:
         screen.out.print("hint: no fast step ran; try a longer --context, more --new-tokens, or --option min_context=0")
     show_rejections(screen, result["rejections"])
@@ -155,6 +159,7 @@ def show_bench(screen: Screen, result: Mapping[str, Any]) -> None:
         costs.add_row(name, *compiling, *sizes, f"{row['steps']['slow']}/{row['steps']['fast']}")
     screen.out.print(times)
     screen.out.print(costs)
+    _warn_if_busy(screen, [share for row in result["rows"] for share in row["processor_share"].values()])
     for row in result["rows"]:
         show_rejections(screen, row["rejections"])
 
@@ -182,6 +187,15 @@ def show_rejections(screen: Screen, rejections: Iterable[Mapping[str, str]]) -> 
         for row in rows:
             table.add_row(*map(Text, row))
         screen.out.print(table)
+
+
+def _warn_if_busy(screen: Screen, shares: Iterable[float | None]) -> None:
+    least = min((share for share in shares if share is not None), default=1.0)
+    if least < BUSY_SHARE:
+        screen.out.print(
+            f"warning: the machine was busy (this process got {least:.0%} of one processor while timing), so the times "
+            "say little; stop other work, or try --threads 1"
+        )
 
 
 def _table(title: str | None, *columns: str) -> Table:

@@ -12,7 +12,6 @@ import torch
 import sfi_compile
 from sfi_compile import diagnostics
 
-
 # pytest would format every one of Dynamo's structured trace records.
 logging.getLogger("torch.__trace").propagate = False
 
@@ -20,6 +19,7 @@ logging.getLogger("torch.__trace").propagate = False
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
     gc.collect()  # graphs of the last test would still be counted
     sfi_compile.reset()

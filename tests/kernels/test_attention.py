@@ -90,11 +90,31 @@ def test_a_row_that_is_not_finite_says_so(case: Attention, where: str, data: st.
 
 def test_a_status_is_only_ever_raised() -> None:
     """Sites share it: what one site found, a later one must not take back."""
-    case = Attention(*(torch.ones(1, 1, 1, 4) for _ in range(3)), torch.ones(1, 1, 1, 1) > 0, torch.tensor([True]), 1, (1,))
+    one, yes = torch.ones(1, 1, 1, 4), torch.tensor([True])
+    case = Attention(one, one, one, yes.reshape(1, 1, 1, 1), yes, 1.0, (1,))
     status, context = torch.tensor([int(RowStatus.NOT_FINITE)]), torch.zeros(1, dtype=torch.int64)
     operands = (case.q, case.k, case.v, case.mask, case.slow_rows, case.scale)
     torch.ops.sfi.dense_attention(*operands, 5, status, context)
     assert status.tolist() == [RowStatus.NOT_FINITE]
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32, torch.bfloat16])
+def test_a_query_that_may_attend_to_nothing_gets_zeros(kind: torch.dtype) -> None:
+    """As in eager attention. A row of padding alone has no context, hence never a memory."""
+    g = torch.Generator().manual_seed(0)
+    dtype = torch.float32 if kind == torch.bool else kind
+    q, k, v = (torch.randn(2, 3, n, 4, generator=g).to(dtype) for n in (2, 5, 5))
+    mask = torch.arange(5) <= torch.tensor([2, 3])[:, None]
+    mask = mask & torch.tensor([[False, False], [False, True]])[:, None, :, None]
+    mask = mask if kind == torch.bool else torch.zeros(mask.shape, dtype=kind).masked_fill(~mask, -math.inf)
+    case = Attention(q, k, v, mask, torch.tensor([True, True]), 0.5, (4, 4))
+    out, logits, status, context = dense(case)
+    eager = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=0.5)
+    assert eager[0].eq(0).all()
+    assert torch.equal(out.eq(0), eager.eq(0))
+    assert logits[0].eq(-math.inf).all()
+    assert status.tolist() == [RowStatus.SHORT, RowStatus.READY]
+    assert context.tolist() == [0, 4]
 
 
 @st.composite
@@ -141,7 +161,9 @@ def test_a_fast_step_attends_to_the_explicit_support(given_case: tuple[Attention
     for b in range(held.shape[0]):
         positions = [[t for t in row if t >= 0] for row in held[b].tolist()]
         exact = reference.attention(case.q[b], case.k[b], case.v[b], case.mask_of(b), case.scale, positions)
-        visible = [i for i in range(case.q.shape[2]) if all(case.lengths[b] - case.q.shape[2] + i in p for p in positions)]
+        visible = [
+            i for i in range(case.q.shape[2]) if all(case.lengths[b] - case.q.shape[2] + i in p for p in positions)
+        ]
         # Eager attention of the same row over what each head holds is the measure of the error.
         budgets = [eager_budget(case, held, mask, b, h) for h in range(kv_heads)]
         assert_within(out[b, :, visible], exact[:, visible], max(budgets))

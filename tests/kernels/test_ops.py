@@ -1,4 +1,4 @@
-"""What all `sfi::` operators share: true schemas and fakes, rows that do not know each other, and gather's definition."""
+"""What all `sfi::` operators share: true schemas and fakes, rows that do not know each other; gather by definition."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def _poisoned_empty() -> Iterator[None]:
         yield
 
 
-def state(batch: int, kv_heads: int, slots: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def state(
+    batch: int, kv_heads: int, slots: int, key_dim: int, value_dim: int, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
     """held, mem_k, mem_v as allocated: zero."""
     base = (batch, kv_heads, slots)
     return (
@@ -49,7 +51,7 @@ def whole_step(case: Attention, position: int) -> tuple[Tensor, ...]:
     out, logits = SFI.dense_attention(*operands)
     selected = SFI.select(logits, case.k, case.mask, case.slow_rows, status, at, SPEC)
     SFI.pack(case.k, case.v, selected, case.mask, case.slow_rows, status, at, SPEC, *memory)
-    token = (case.q[:, ::case.q.shape[1] // kv_heads, :1, :], out[:, :: case.q.shape[1] // kv_heads, :1, :])
+    token = (case.q[:, :: case.q.shape[1] // kv_heads, :1, :], out[:, :: case.q.shape[1] // kv_heads, :1, :])
     refreshed_at = torch.full((batch,), position)
     SFI.append(*token, at + 1, refreshed_at, selected_end, CONFIG.recent, *memory)
     rank = f"{'b' if case.mask.shape[0] > 1 else '1'}11s"
@@ -69,7 +71,9 @@ def test_a_row_alone_is_the_row_in_a_batch(case: Attention) -> None:
     together = whole_step(case, position)
     for b in range(case.q.shape[0]):
         alone = whole_step(case.row(b), position)
-        for name, one, many in zip("out logits selected status context held k v fast".split(), alone, together, strict=True):
+        for name, one, many in zip(
+            "out logits selected status context held k v fast".split(), alone, together, strict=True
+        ):
             assert torch.equal(one[0].nan_to_num(7.5), many[b].nan_to_num(7.5)), name
 
 
@@ -158,7 +162,8 @@ def test_schema_and_fake_say_what_the_operator_does(name: str, dtype: torch.dtyp
 def test_the_traced_body_is_the_operator(name: str) -> None:
     """`lower` puts the plain body in the operator's place."""
     one, two = arguments_of(name, torch.float32), arguments_of(name, torch.float32)
-    body = ops.plain[name](*one, *([None] if name == "gather" else []))
+    plain: Any = ops.plain[name]
+    body = plain(*one, *([None] if name == "gather" else []))
     found = getattr(SFI, name)(*two)
     results = [*zip(one, two, strict=True), (body, found)]
     pairs = [(a, b) for a, b in results if isinstance(a, Tensor)]
@@ -167,7 +172,11 @@ def test_the_traced_body_is_the_operator(name: str) -> None:
 
 
 def test_every_operator_is_covered() -> None:
-    registered = {name.removeprefix("sfi::").split(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("sfi::")}
+    registered = {
+        name.removeprefix("sfi::").split(".")[0]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("sfi::")
+    }
     assert registered == set(NAMES)
 
 

@@ -1,4 +1,4 @@
-"""`sfi::select`, `sfi::pack` and `sfi::append`: which positions a memory holds, and that it holds their keys and values.
+"""`sfi::select`, `sfi::pack`, `sfi::append`: which positions a memory holds, and that it holds their keys and values.
 
 Uninitialised memory and all context that must not be read hold NaN, as in the tests of attention.
 """
@@ -22,7 +22,7 @@ from sfi_compile.ops import RowStatus
 from tests.kernels.cases import Attention, attentions, dense, poisoned_empty
 
 NEAR_TIE = 1e-3
-"""Scores closer than this may swap: the oracle's are float64. How exact float32 scores are is test_selector's subject."""
+"""Scores closer than this may swap: the oracle's are float64. How exact scores are is the subject of test_selector."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -64,11 +64,9 @@ class Memory:
         for h in range(self.held.shape[1]):
             for slot, t in enumerate(self.held[b, h].tolist()):
                 for mem, source in ((self.mem_k, k), (self.mem_v, v)):
-                    assert torch.equal(mem[b, h, slot], source[b, h, t] if t >= 0 else torch.zeros_like(source[b, h, 0]))
-
-
-def spec_of(config: Config) -> SelectorSpec:
-    return config.selector()
+                    assert torch.equal(
+                        mem[b, h, slot], source[b, h, t] if t >= 0 else torch.zeros_like(source[b, h, 0])
+                    )
 
 
 @st.composite
@@ -89,8 +87,8 @@ def refresh(case: Attention, config: Config, memory: Memory, status: Tensor | No
     _, logits, found, _ = dense(case)
     status = found if status is None else status
     position = torch.arange(max(case.lengths) - case.q.shape[2], max(case.lengths))
-    spec = spec_of(config).to_text()
-    selected = torch.ops.sfi.select(logits, case.k, case.mask, case.slow_rows, status, position, spec)
+    spec = config.selector().to_text()
+    selected: Tensor = torch.ops.sfi.select(logits, case.k, case.mask, case.slow_rows, status, position, spec)
     operands = (case.k, case.v, selected, case.mask, case.slow_rows, status, position, spec)
     torch.ops.sfi.pack(*operands, *memory.tensors())
     return selected
@@ -122,7 +120,7 @@ def near_best(case: Attention, b: int, spec: SelectorSpec, chosen: list[list[int
 
 @given(attentions(queries=1), configs())
 def test_a_refresh_gives_the_oracles_support(case: Attention, config: Config) -> None:
-    case, spec = one_position(case), spec_of(config)
+    case, spec = one_position(case), config.selector()
     memory = Memory.marked(case, config)
     selected = refresh(case, config, memory)
     assert selected.shape == (*case.k.shape[:2], min(config.k_head, case.k.shape[2]))
@@ -143,7 +141,9 @@ def test_a_refresh_gives_the_oracles_support(case: Attention, config: Config) ->
 def test_only_rows_that_are_slow_and_ready_are_written(case: Attention, config: Config, data: st.DataObject) -> None:
     case = one_position(case)
     batch = case.k.shape[0]
-    status = torch.tensor(data.draw(st.lists(st.sampled_from(list(map(int, RowStatus))), min_size=batch, max_size=batch)))
+    status = torch.tensor(
+        data.draw(st.lists(st.sampled_from(list(map(int, RowStatus))), min_size=batch, max_size=batch))
+    )
     memory = Memory.marked(case, config)
     before = memory.copy()
     selected = refresh(case, config, memory, status)
@@ -216,7 +216,9 @@ def test_slots_in_their_layout(allowed: Tensor, sink: int, recent: int, heads: i
     selected = torch.tensor([row + [-1] * (k - len(row)) for row in chosen])
     slots = sink + k + recent + 4
     held = support.support_of_row(allowed, selected, position, sink, recent, slots)
-    expected: Any = reference.support(allowed, position, chosen, dataclasses.replace(Config().selector(), sink=sink, recent=recent))
+    expected: Any = reference.support(
+        allowed, position, chosen, dataclasses.replace(Config().selector(), sink=sink, recent=recent)
+    )
     for h in range(heads):
         assert sorted(t for t in held[h].tolist() if t >= 0) == expected[h]
         assert torch.equal(held[h, sink : sink + k], selected[h])

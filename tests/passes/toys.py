@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,7 +32,7 @@ class Recorded:
     """One Dynamo graph and the tensors that it was traced with, before the step changed them."""
 
     module: fx.GraphModule
-    inputs: tuple[Tensor, ...]
+    inputs: tuple[Any, ...]
 
     @property
     def graph(self) -> fx.Graph:
@@ -40,22 +41,26 @@ class Recorded:
     def node(self, name: str) -> fx.Node:
         return next(n for n in self.graph.nodes if n.name == name)
 
-    def fresh(self) -> tuple[Tensor, ...]:
+    def index(self, name: str) -> int:
+        """Place of an input."""
+        return [n.name for n in self.graph.nodes if n.op == "placeholder"].index(name)
+
+    def fresh(self) -> tuple[Any, ...]:
         """The inputs again, untouched by earlier runs."""
         return copy.deepcopy(self.inputs)
 
 
-def record(function: Callable[..., Any], *args: Any) -> Recorded:
+def record(function: Callable[..., Any], *args: Any, dynamic: bool = False) -> Recorded:
     """The graph that Dynamo hands to a backend for `function(*args)`, without gradients."""
     found: list[Recorded] = []
 
-    def backend(module: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        found.append(Recorded(module, tuple(t.detach().clone() for t in inputs)))
+    def backend(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        found.append(Recorded(module, tuple(t.detach().clone() if isinstance(t, Tensor) else t for t in inputs)))
         return module.forward
 
     torch._dynamo.reset()
     with torch.no_grad():
-        torch.compile(function, backend=backend, fullgraph=True, dynamic=False)(
+        torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)(
             *tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, args)
         )
     return found[0]
@@ -66,11 +71,16 @@ def tensor(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def minimal(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
-    """The smallest decode step: write, mask, attend."""
+def written(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    """Write both caches; the causal mask."""
     keys.index_copy_(2, pos, k)
     values.index_copy_(2, pos, v)
-    mask = (torch.arange(keys.shape[2]) <= pos)[None, None, None]
+    return (torch.arange(keys.shape[2]) <= pos)[None, None, None]
+
+
+def minimal(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    """The smallest decode step: write, mask, attend."""
+    mask = written(k, v, keys, values, pos)
     return SDPA(q, keys, values, attn_mask=mask)
 
 
@@ -89,7 +99,8 @@ def compiled(module: fx.GraphModule, until: str = "lower", **options: Any) -> Wo
     work = analyse(module, Config.from_options({**OPTIONS, **options}))
     assert work.pays, [str(r) for r in work.matched.rejections]
     names = [p.name for p in pipeline.REWRITE]
-    return pipeline.run(pipeline.REWRITE[: names.index(until) + 1], work)
+    passes = pipeline.REWRITE[: names.index(until) + 1]
+    return pipeline.run(passes, work, first_stage=len(pipeline.ANALYSIS))
 
 
 def state(work: Work, slow: bool) -> list[Tensor]:
@@ -99,20 +110,49 @@ def state(work: Work, slow: bool) -> list[Tensor]:
     return tensors
 
 
+def branch(work: Work, name: str) -> fx.Graph:
+    """A branch of the guarded graph."""
+    module = getattr(work.graph, name)
+    assert isinstance(module, fx.GraphModule)
+    return module.graph
+
+
 def text(graph: fx.Graph) -> str:
-    """One line a node: `name = target(args)`; inputs on one line. Selector specs read `SPEC`."""
-    inputs = ", ".join(n.name for n in graph.nodes if n.op == "placeholder")
-    lines = [f"({inputs})"]
+    """One line a node: `name = target(args)`; inputs on one line. Selector specs read `SPEC`.
+
+    Nodes are named after their targets in program order (`add`, `add_2`), because what Dynamo calls them depends on its
+    version; inputs and attributes keep their names.
+    """
+    names: dict[fx.Node, str] = {}
+    counts: Counter[str] = Counter()
     for node in graph.nodes:
-        given = [_value(a) for a in node.args] + [f"{k}={_value(a)}" for k, a in node.kwargs.items()]
+        short = node.name if node.op in ("placeholder", "output") else _target(node.target).rpartition(".")[2]
+        counts[short] += 1
+        names[node] = short if counts[short] == 1 else f"{short}_{counts[short]}"
+
+    def show(value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return names[value]
+        if isinstance(value, str) and "k_head=" in value:
+            return "SPEC"
+        if isinstance(value, (tuple, list)):
+            inside = ", ".join(map(show, value))
+            return f"({inside})" if isinstance(value, tuple) else f"[{inside}]"
+        if isinstance(value, float):
+            return f"{value:.4g}"
+        return repr(value)
+
+    lines = [f"({', '.join(n.name for n in graph.nodes if n.op == 'placeholder')})"]
+    for node in graph.nodes:
+        given = [show(a) for a in node.args] + [f"{k}={show(a)}" for k, a in node.kwargs.items()]
         if node.op == "output":
             lines.append(f"return {given[0]}")
         elif node.op == "call_method":
-            lines.append(f"{node.name} = {given[0]}.{node.target}({', '.join(given[1:])})")
+            lines.append(f"{names[node]} = {given[0]}.{node.target}({', '.join(given[1:])})")
         elif node.op == "call_function":
-            lines.append(f"{node.name} = {_target(node.target)}({', '.join(given)})")
+            lines.append(f"{names[node]} = {_target(node.target)}({', '.join(given)})")
         elif node.op == "get_attr":
-            lines.append(f"{node.name} = self.{node.target}")
+            lines.append(f"{names[node]} = self.{node.target}")
     return "\n".join(lines)
 
 
@@ -126,20 +166,6 @@ def _target(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return f"{target.namespace}.{target._schema.name.split('::')[1]}"
     return str(getattr(target, "__name__", target))
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, fx.Node):
-        return value.name
-    if isinstance(value, str) and "k_head=" in value:
-        return "SPEC"
-    if isinstance(value, tuple):
-        return f"({', '.join(map(_value, value))})"
-    if isinstance(value, list):
-        return f"[{', '.join(map(_value, value))}]"
-    if isinstance(value, slice):
-        return ":" if value == slice(None) else f"{value.start}:{value.stop}:{value.step}"
-    return repr(value)
 
 
 @contextmanager

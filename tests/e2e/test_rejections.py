@@ -1,0 +1,225 @@
+"""What must stay dense stays dense, is reported with a code, and computes what it always computed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
+
+import sfi_compile
+from tests.decoders import BY_NAME, DENSE, PARTLY, Decoder
+from tests.harness import (
+    SMALL,
+    assert_close_to,
+    compiled,
+    decode,
+    dense_steps,
+    dynamo_graphs,
+    eager_lowering,
+    graphs_of,
+    prompt,
+)
+
+SDPA = torch.nn.functional.scaled_dot_product_attention
+SIZE = 24
+Step = Callable[..., Tensor]
+
+
+@pytest.mark.parametrize("decoder", DENSE, ids=lambda d: d.name)
+def test_left_alone_and_reported(decoder: Decoder, caplog: pytest.LogCaptureFixture) -> None:
+    model, _ = decoder.build()
+    ids, fed = prompt(2, 12), prompt(2, 10, 1)
+    dense = decode(decoder, model, model.forward, ids, 10, 40, fed)
+    with eager_lowering(), caplog.at_level(logging.WARNING, "sfi_compile"):
+        ours = decode(decoder, model, compiled(model, **SMALL), ids, 10, 40, fed)
+    stats = sfi_compile.stats()
+    assert tuple(r.code for r in stats.rejections[: len(decoder.codes)]) == decoder.codes
+    assert {r.code for r in stats.rejections} == set(decoder.codes)
+    assert set(ours.kinds) == {"dense"}
+    assert dynamo_graphs() <= 2, "a dense graph was pinned to sizes or lengths"
+    assert stats.graphs == stats.sites == 0
+    torch.testing.assert_close(ours.logits, dense.logits, rtol=1e-5, atol=1e-5)
+    for rejection in stats.rejections:
+        assert "layers" in rejection.where or "block" in rejection.where
+        assert rejection.explanation
+        assert rejection.hint
+        assert caplog.text.count(str(rejection)) == 1
+
+
+@pytest.mark.parametrize("decoder", PARTLY, ids=lambda d: d.name)
+def test_other_layers_are_still_rewritten(decoder: Decoder) -> None:
+    model, _ = decoder.build()
+    with eager_lowering(), graphs_of() as works:
+        run = decode(decoder, model, compiled(model, **SMALL), prompt(2, 12), 20, 48, prompt(2, 20, 1), True)
+    assert {len(w.matched.sites) for w in works} == {decoder.sites}
+    assert dynamo_graphs() == len(works) <= 2  # a sliding layer counts in a python int, which Dynamo generalises once
+    assert tuple(r.code for r in sfi_compile.stats().rejections[: len(decoder.codes)]) == decoder.codes
+    start = len(works) - 1
+    assert run.kinds[start:] == ["fast" if step % 8 else "slow" for step in range(20 - start)]
+    slow = slice(start, None, 8)
+    eager = dense_steps(decoder, model, run, 12, torch.float32)
+    exact = dense_steps(decoder, model, run, 12, torch.float64)
+    assert_close_to(exact[:, slow], run.logits[:, 1:][:, slow], eager[:, slow])
+    assert (run.logits[:, 1:] - eager).abs().max() > 1e-2
+
+
+def _written(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
+    keys.index_copy_(2, pos, k)
+    values.index_copy_(2, pos, v)
+    return (torch.arange(keys.shape[2]) <= pos)[None, None, None]
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor, extra: Tensor) -> Tensor:
+    return SDPA(q, keys, values, attn_mask=_written(keys, values, k, v, pos))
+
+
+def rank(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor, extra: Tensor) -> Tensor:
+    mask = _written(keys, values, k, v, pos)
+    return SDPA(q[0], keys[0], values[0], attn_mask=mask[0])
+
+
+def query_length(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor, extra: Tensor) -> Tensor:
+    mask = _written(keys, values, k, v, pos)
+    return SDPA(q, keys, values, attn_mask=mask) + SDPA(torch.cat([q, k], 2), keys, values, attn_mask=mask)
+
+
+def is_causal(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor, extra: Tensor) -> Tensor:
+    _written(keys, values, k, v, pos)
+    return SDPA(q, keys, values, is_causal=True)
+
+
+def heads(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor, extra: Tensor) -> Tensor:
+    mask = _written(keys, values, k, v[:, :1], pos)
+    return SDPA(q, keys, values.repeat_interleave(2, dim=1), attn_mask=mask)
+
+
+def several_roots(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor, extra: Tensor) -> Tensor:
+    mask = _written(keys, values, k, v, pos)
+    return SDPA(q, keys + extra, values, attn_mask=mask)
+
+
+def several_writes(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor, extra: Tensor) -> Tensor:
+    mask = _written(keys, values, k, v, pos)
+    keys.index_copy_(2, (pos - 1).clamp(min=0), k)
+    return SDPA(q, keys, values, attn_mask=mask)
+
+
+def late_write(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor, extra: Tensor) -> Tensor:
+    out = SDPA(q, keys, values, attn_mask=(torch.arange(keys.shape[2]) <= pos)[None, None, None])
+    _written(keys, values, k, v, pos)
+    return out
+
+
+def stale_read(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor, extra: Tensor) -> Tensor:
+    before = keys * 2.0
+    mask = _written(keys, values, k, v, pos)
+    return SDPA(q, before, values, attn_mask=mask)
+
+
+def cache_write(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor, extra: Tensor) -> Tensor:
+    here = torch.arange(keys.shape[2])[:, None] == pos
+    keys.copy_(torch.where(here, k, keys))
+    values.copy_(torch.where(here, v, values))
+    return SDPA(q, keys, values, attn_mask=(torch.arange(keys.shape[2]) <= pos)[None, None, None])
+
+
+def no_cache_write(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor, extra: Tensor) -> Tensor:
+    return SDPA(q, keys, values, attn_mask=(torch.arange(keys.shape[2]) <= pos)[None, None, None])
+
+
+def not_commutable(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor, extra: Tensor) -> Tensor:
+    mask = _written(keys, values, k, v, pos)
+    return SDPA(q, keys.cumsum(2), values, attn_mask=mask)
+
+
+def position(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor, extra: Tensor) -> Tensor:
+    for _ in range(40):
+        pos = (pos + 1) - 1
+    return SDPA(q, keys, values, attn_mask=_written(keys, values, k, v, pos))
+
+
+def no_mask(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor, extra: Tensor) -> Tensor:
+    _written(keys, values, k, v, pos)
+    return SDPA(q, keys, values)
+
+
+def mask_shape(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor, extra: Tensor) -> Tensor:
+    mask = _written(keys, values, k, v, pos)
+    return SDPA(q, keys, values, attn_mask=mask[0, 0])
+
+
+def mask_heads(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor, extra: Tensor) -> Tensor:
+    mask = _written(keys, values, k, v, pos)
+    return SDPA(q, keys, values, attn_mask=mask.float().log() + torch.arange(2.0).reshape(1, 2, 1, 1))
+
+
+def mask_not_commutable(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor, extra: Tensor
+) -> Tensor:
+    mask = _written(keys, values, k, v, pos)
+    return SDPA(q, keys, values, attn_mask=mask.flip(-1).flip(-1))
+
+
+def mask_written(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor, extra: Tensor) -> Tensor:
+    mask = _written(keys, values, k, v, pos) & True
+    mask[..., 0] = False
+    return SDPA(q, keys, values, attn_mask=mask)
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor, extra: Tensor) -> Tensor:
+    _written(keys, values, k, v, pos)
+    return flex_attention(q, keys, values, lambda score, b, h, i, t: torch.where(t <= pos[0], score, -float("inf")))
+
+
+CODES = {"flex": "flex-attention"}
+STEPS = (flex, rank, query_length, is_causal, heads, several_roots, several_writes, late_write, stale_read, cache_write,
+         no_cache_write, not_commutable, position, no_mask, mask_shape, mask_heads, mask_not_commutable,
+         mask_written)  # fmt: skip
+
+
+def run(step: Step, forward: Step, steps: int = 6) -> Tensor:
+    """Decode with one attention step over an own cache; outputs in order."""
+    shape = (1, 2, SIZE, 4)
+    g = torch.Generator().manual_seed(0)
+    keys = torch.randn(shape, generator=g)
+    values = torch.randn((1, 1, SIZE, 4) if step is heads else shape, generator=g)
+    out = []
+    for pos in range(8, 8 + steps):
+        q, k, v = torch.randn(3, 1, 2, 1, 4, generator=g)
+        out.append(forward(q, k, v, keys, values, torch.tensor([pos]), torch.ones(shape)))
+    return torch.cat([o.flatten() for o in out])
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda s: s.__name__)
+def test_every_code_has_a_small_cause(step: Step) -> None:
+    code = CODES.get(step.__name__, step.__name__.replace("_", "-"))
+    with torch.no_grad(), eager_lowering():
+        ours = run(step, torch.compile(step, backend="sfi", options=SMALL))
+    (rejection,) = {r.code: r for r in sfi_compile.stats().rejections}.values()
+    assert rejection.code == code
+    assert all((rejection.where, rejection.explanation, rejection.hint))
+    torch.testing.assert_close(ours, run(step, step))
+
+
+def test_the_same_step_without_the_cause_is_rewritten() -> None:
+    with torch.no_grad(), eager_lowering():
+        run(plain, torch.compile(plain, backend="sfi", options=SMALL))
+    assert sfi_compile.stats().rejections == ()
+    assert sfi_compile.stats().fast_steps == 5
+
+
+@pytest.mark.parametrize("name", ["llama-eager", "cohere2", "t5"])
+def test_strict_names_every_rejection(name: str) -> None:
+    decoder = BY_NAME[name]
+    model, _ = decoder.build()
+    with eager_lowering(), pytest.raises(Exception, match="strict=True") as caught:
+        decode(decoder, model, compiled(model, strict=True, **SMALL), prompt(2, 12), 1, 40)
+    error = getattr(caught.value, "inner_exception", caught.value)
+    assert isinstance(error, sfi_compile.RejectedSitesError)
+    assert tuple(r.code for r in error.rejections) == decoder.codes
+    for rejection in error.rejections:
+        assert str(rejection) in str(error)

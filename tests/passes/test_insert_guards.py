@@ -1,0 +1,170 @@
+"""insert_guards: golden graphs of the smallest step, the state that it adds, and what it must leave alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from sfi_compile.compat.dynamo import example
+from sfi_compile.config import Config
+from sfi_compile.passes.insert_guards import memory_layout
+from tests.passes.toys import (
+    OPTIONS,
+    SDPA,
+    branch,
+    compiled,
+    minimal,
+    operands,
+    record,
+    same_text,
+    state,
+    tensor,
+    text,
+    unchanged,
+)
+
+SHARED = "sfi_slow_rows, sfi_refreshed_at, sfi_status, sfi_context"
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 12), reason="older Dynamo orders the inputs of a graph otherwise")
+def test_the_guarded_graph() -> None:
+    recorded = record(minimal, *operands())
+    same_text(
+        recorded.graph,
+        """
+        (l_keys_, l_pos_, l_k_, l_values_, l_v_, l_q_)
+        index_copy_ = l_keys_.index_copy_(2, l_pos_, l_k_)
+        index_copy__2 = l_values_.index_copy_(2, l_pos_, l_v_)
+        arange = arange(8)
+        le = le(arange, l_pos_)
+        getitem = getitem(le, (None, None, None))
+        scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_keys_, l_values_, attn_mask=getitem)
+        return (scaled_dot_product_attention)
+        """,
+    )
+    with unchanged(recorded.graph):
+        work = compiled(recorded.module, "insert_guards")
+    same_text(
+        work.graph.graph,
+        f"""
+        (l_keys_, l_pos_, l_k_, l_values_, l_v_, l_q_, {SHARED}, sfi_held_0, sfi_mem_k_0, sfi_mem_v_0)
+        any = any(sfi_slow_rows)
+        index_copy_ = l_keys_.index_copy_(2, l_pos_, l_k_)
+        index_copy__2 = l_values_.index_copy_(2, l_pos_, l_v_)
+        arange = arange(8)
+        le = le(arange, l_pos_)
+        getitem = getitem(le, (None, None, None))
+        sfi_slow_0 = self.sfi_slow_0
+        sfi_fast_0 = self.sfi_fast_0
+        cond = cond(any, sfi_slow_0, sfi_fast_0, (l_q_, l_keys_, l_values_, getitem, l_pos_, {SHARED}, \
+sfi_held_0, sfi_mem_k_0, sfi_mem_v_0))
+        getitem_2 = getitem(cond, 0)
+        return (getitem_2)
+        """,
+    )
+    same_text(
+        branch(work, "sfi_fast_0"),
+        f"""
+        (q, k, v, mask, position, {SHARED}, sfi_held, sfi_mem_k, sfi_mem_v)
+        gather = sfi.gather(k, position, '11sd', 'bhsd')
+        gather_2 = sfi.gather(v, position, '11sd', 'bhsd')
+        append = sfi.append(gather, gather_2, position, sfi_refreshed_at, 3, 2, sfi_held, sfi_mem_k, sfi_mem_v)
+        gather_3 = sfi.gather(mask, sfi_held, '111s', 'bhqs')
+        memory_attention = sfi.memory_attention(q, sfi_mem_k, sfi_mem_v, sfi_held, gather_3, 0.7071)
+        return (memory_attention)
+        """,
+    )
+    same_text(
+        branch(work, "sfi_slow_0"),
+        f"""
+        (q, k, v, mask, position, {SHARED}, sfi_held, sfi_mem_k, sfi_mem_v)
+        dense_attention = sfi.dense_attention(q, k, v, mask, sfi_slow_rows, 0.7071, 0, sfi_status, sfi_context)
+        getitem = getitem(dense_attention, 0)
+        getitem_2 = getitem(dense_attention, 1)
+        select = sfi.select(getitem_2, k, mask, sfi_slow_rows, sfi_status, position, SPEC)
+        pack = sfi.pack(k, v, select, mask, sfi_slow_rows, sfi_status, position, SPEC, sfi_held, sfi_mem_k, sfi_mem_v)
+        return (getitem)
+        """,
+    )
+
+
+def test_in_a_batch_the_slow_branch_serves_fast_rows_from_memory() -> None:
+    work = compiled(record(minimal, *operands(batch=2)).module, "insert_guards")
+    lines = text(branch(work, "sfi_slow_0")).splitlines()
+    order = ["append", "memory_attention", "dense_attention", "select", "pack", "where"]
+    found = [line.split(" = ")[0] for line in lines]
+    assert [name for name in found if name in order] == order, "appended first: `pack` has the last word on slow rows"
+    assert lines[-3:] == [
+        "reshape = aten.reshape(sfi_slow_rows, [2, 1, 1, 1])",
+        "where = where(reshape, getitem, memory_attention)",
+        "return (where)",
+    ]
+
+
+def test_state_inputs_are_static_and_last() -> None:
+    inputs = operands(batch=2, query_heads=2, kv_heads=2, dim=4)
+    work = compiled(record(minimal, *inputs[:2], tensor(2, 2, 1, 3), inputs[3], tensor(2, 2, 8, 3), inputs[5]).module)
+    shapes = {s.name: (s.shape, s.dtype) for s in work.state}
+    assert shapes == {
+        "sfi_slow_rows": ((2,), torch.bool),
+        "sfi_refreshed_at": ((2,), torch.int64),
+        "sfi_status": ((2,), torch.int64),
+        "sfi_context": ((2,), torch.int64),
+        "sfi_held_0": ((2, 2, 7), torch.int64),
+        "sfi_mem_k_0": ((2, 2, 7, 4), torch.float32),
+        "sfi_mem_v_0": ((2, 2, 7, 3), torch.float32),
+    }
+    for graph in (work.graph.graph, *(m.graph for m in work.variants)):
+        added = [n for n in graph.nodes if n.op == "placeholder"][-len(shapes) :]
+        assert [n.name for n in added] == list(shapes)
+        for node in added:
+            assert (tuple(example(node).shape), example(node).dtype) == shapes[node.name]
+            assert node.meta["tensor_dict"] == {"_dynamo_static_input_type": "unguarded"}
+            assert node._dynamo_source is None
+
+
+def test_two_sites_share_the_predicate_and_a_rejected_one_stays() -> None:
+    def function(
+        q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor, keys2: Tensor, values2: Tensor
+    ) -> Tensor:
+        out = minimal(q, k, v, keys, values, pos)
+        out = SDPA(out, keys.sin(), values)
+        return minimal(out, k, v, keys2, values2, pos)
+
+    inputs = operands()
+    recorded = record(function, *inputs, *(t.clone() for t in inputs[3:5]))
+    work = compiled(recorded.module, "insert_guards")
+    conds = [n for n in work.graph.graph.nodes if n.target is torch.ops.higher_order.cond]
+    assert [c.args[0].name for c in conds] == ["sfi_any_slow", "sfi_any_slow"]
+    dense = [n for n in work.graph.graph.nodes if n.target is SDPA]
+    assert len(dense) == 1
+    assert dense[0].args[0].args[0] is conds[0]
+    assert [s.name for s in work.state[4:]] == [f"sfi_{n}_{i}" for i in (0, 1) for n in ("held", "mem_k", "mem_v")]
+
+
+def test_no_budget_is_larger_than_the_context() -> None:
+    site = compiled(record(minimal, *operands()).module, "insert_guards").matched.sites[0]
+    assert memory_layout(site, Config.from_options(OPTIONS)) == (3, 7)
+    assert memory_layout(site, Config.from_options({**OPTIONS, "k_head": 1000})) == (9, 13)
+
+
+def test_guarded_graphs_run_as_they_stand() -> None:
+    """With real tensors and the real `cond`: slow is dense and fills the memory, fast attends to it."""
+    recorded = record(minimal, *operands(at=5))
+    work = compiled(recorded.module, "insert_guards", k_head=8)
+    inputs, expected, kept = recorded.fresh(), recorded.fresh(), state(work, slow=True)
+    out = work.graph(*inputs, *kept)[0]
+    torch.testing.assert_close(out, recorded.module(*expected)[0])
+    held = kept[4][0, 0]
+    assert held.tolist() == [0, 1, 2, 3, -1, -1, -1, -1, -1, 4, 5, -1, -1]
+    keys = inputs[recorded.index("l_keys_")]
+    assert torch.equal(kept[5][0, 0][held >= 0], keys[0, 0, held[held >= 0]])
+    kept[0].fill_(False)
+    kept[1].fill_(5)
+    for tensors in (inputs, expected):
+        tensors[recorded.index("l_pos_")].fill_(6)
+    out = work.graph(*inputs, *kept)[0]
+    assert held.tolist() == [0, 1, 2, 3, -1, -1, -1, -1, -1, 4, 5, 6, -1]
+    torch.testing.assert_close(out, recorded.module(*expected)[0])
+    assert all(torch.equal(a, b) for a, b in zip(inputs, expected, strict=True))

@@ -1,0 +1,136 @@
+"""lower: the fast path's operators become plain aten and compute the same; the slow path's and the model's stay."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from sfi_compile import ops
+from sfi_compile.compat.dynamo import example, fake_mode_of
+from sfi_compile.passes.base import Builder, VerificationError, Work
+from sfi_compile.passes.lower import Lower
+from tests.passes.toys import SDPA, compiled, minimal, operands, record, same_text, state, tensor, text, written
+
+
+def half_masked(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor, mask: Tensor) -> Tensor:
+    """A float mask given as an input: its gather reaches `lower`."""
+    written(k, v, keys, values, pos)
+    return SDPA(q, keys, values, attn_mask=mask)
+
+
+def inputs(batch: int) -> tuple[Tensor, ...]:
+    return *operands(batch=batch, query_heads=4, kv_heads=4), tensor(batch, 1, 1, 8)
+
+
+def operators(graph: fx.Graph) -> set[str]:
+    return set(re.findall(r"sfi\.(\w+)", text(graph)))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_fast_operators_go_and_slow_ones_stay(batch: int) -> None:
+    work = compiled(record(half_masked, *inputs(batch)).module, "verify")
+    slow, fast = work.variants
+    memory = {"gather", "append", "memory_attention"}
+    assert operators(fast.graph) == memory
+    assert operators(slow.graph) == {"dense_attention", "select", "pack"} | (memory if batch > 1 else set())
+    model = [line for line in text(fast.graph).splitlines() if "index_copy_(" in line]
+    slow, fast = Lower().apply(work).variants
+    assert operators(fast.graph) == set()
+    assert operators(slow.graph) == {"dense_attention", "select", "pack"}
+    assert [line for line in text(fast.graph).splitlines() if "index_copy_(" in line] == model
+    mode = fake_mode_of(fast.graph)
+    for module in (slow, fast):
+        for node in module.graph.nodes:
+            value = example(node)
+            assert not isinstance(value, torch.Tensor) or value.fake_mode is mode, f"{node.name} left the fake mode"
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_lowered_graphs_compute_the_same(batch: int) -> None:
+    """Bit for bit, state included."""
+    recorded = record(half_masked, *inputs(batch))
+    results = []
+    for stage in ("verify", "lower"):
+        work = compiled(recorded.module, stage)
+        slow, fast = work.variants
+        given, kept = recorded.fresh(), state(work, slow=True)
+        first = slow(*given, *kept)[0]
+        kept[0].fill_(False)
+        kept[1].fill_(5)
+        given[recorded.index("l_pos_")].fill_(6)
+        second = fast(*given, *kept)[0]
+        kept[0][0] = True
+        given[recorded.index("l_pos_")].fill_(7)
+        third = slow(*given, *kept)[0]
+        results.append((first, second, third, *given, *kept))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def single(*arguments: Any, operator: Any = torch.ops.sfi.gather.default, **keywords: Any) -> fx.GraphModule:
+    """A graph of one operator on the inputs of a recorded one."""
+    recorded = record(lambda x, index: (x * 1, index * 1), tensor(1, 5, 1), torch.tensor([3, 1]))
+    graph = recorded.graph
+    x, index = recorded.node("l_x_"), recorded.node("l_index_")
+    output = next(n for n in graph.nodes if n.op == "output")
+    with graph.inserting_before(output):
+        made = Builder(graph).call(operator, x, index, *arguments, **keywords)
+    output.args = ((made,),)
+    graph.eliminate_dead_code()
+    recorded.module.recompile()
+    return recorded.module
+
+
+def lowered(module: fx.GraphModule) -> fx.GraphModule:
+    other = single("1s1", "bhqs")
+    return Lower().apply(Work(compiled_config(), module, slow=module, fast=other)).variants[0]
+
+
+def compiled_config() -> Any:
+    return compiled(record(minimal, *operands()).module, "verify").config
+
+
+def test_a_gather_is_one_indexing() -> None:
+    module = lowered(single("1s1", "bhqs"))
+    same_text(
+        module.graph,
+        """
+        (l_x_, l_index_)
+        clamp_min = aten.clamp_min(l_index_, 0)
+        view = aten.view(clamp_min, [1, 1, 1, 2])
+        zeros = aten.zeros([1, 1, 1, 1], dtype=torch.int64, device=device(type='cpu'), pin_memory=False)
+        zeros_2 = aten.zeros([1, 1, 1, 1], dtype=torch.int64, device=device(type='cpu'), pin_memory=False)
+        index = aten.index(l_x_, [zeros, view, zeros_2])
+        return (index)
+        """,
+    )
+    x = tensor(1, 5, 1, seed=9)
+    assert torch.equal(module(x, torch.tensor([3, -1]))[0].flatten(), x[0, [3, 0], 0])
+
+
+def test_twice_is_once() -> None:
+    work = Lower().apply(compiled(record(half_masked, *inputs(2)).module, "verify"))
+    before = [text(m.graph) for m in work.variants]
+    assert [text(m.graph) for m in Lower().apply(work).variants] == before
+
+
+def test_graphs_without_operators_stay() -> None:
+    recorded = record(half_masked, *inputs(1))
+    before = text(recorded.graph)
+    Lower().apply(Work(compiled_config(), recorded.module, slow=recorded.module, fast=recorded.module))
+    assert text(recorded.graph) == before
+
+
+def test_operators_take_positional_arguments() -> None:
+    module = single("1s1", out="bhqs")
+    with pytest.raises(VerificationError, match="positional arguments only"):
+        lowered(module)
+
+
+def test_every_operator_with_a_plain_body_is_lowered() -> None:
+    assert set(ops.plain) == {"gather", "append", "memory_attention"}
+    for name in ops.plain:
+        assert isinstance(getattr(torch.ops.sfi, name).default, torch._ops.OpOverload)

@@ -1,0 +1,149 @@
+"""match: analysis only; every field of a Site; the input that holds the tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from sfi_compile.passes.match_attention import match
+from sfi_compile.site import CacheWrite, Guard
+from tests.decoders import CACHE
+from tests.passes.toys import SDPA, Recorded, minimal, operands, record, tensor, unchanged, written
+
+N = 8
+
+
+def grouped(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    """Repeated heads by expand and reshape (keys) and by repeat_interleave (values)."""
+    mask = written(k, v, keys, values, pos)
+    batch, heads, size, dim = keys.shape
+    group = q.shape[1] // heads
+    repeated = keys[:, :, None].expand(batch, heads, group, size, dim).reshape(batch, heads * group, size, dim)
+    return SDPA(q, repeated, values.repeat_interleave(group, dim=1), attn_mask=mask, scale=0.25)
+
+
+def test_every_field_of_a_site() -> None:
+    q, k, _, keys, _, pos = operands(batch=2, query_heads=4, kv_heads=2, dim=4)
+    v, values = tensor(2, 2, 1, 3), tensor(2, 2, N, 3)
+    recorded = record(grouped, q, k, v, keys, values, pos)
+    node = recorded.node
+    with unchanged(recorded.graph):
+        found = match(recorded.graph)
+    assert not found.rejections
+    (site,) = found.sites
+    expected = {
+        "form": "sdpa",
+        "node": node("scaled_dot_product_attention"),
+        "query": node("l_q_"),
+        "key": node("l_keys_"),
+        "value": node("l_values_"),
+        "mask": node("mask"),
+        "scale": 0.25,
+        "key_write": CacheWrite(node("index_copy_"), node("l_keys_"), "bhsd", node("l_pos_"), node("l_k_")),
+        "value_write": CacheWrite(node("index_copy__1"), node("l_values_"), "bhsd", node("l_pos_"), node("l_v_")),
+        "batch": 2,
+        "query_heads": 4,
+        "kv_heads": 2,
+        "query_len": 1,
+        "key_dim": 4,
+        "value_dim": 3,
+        "context": N,
+        "dtype": torch.float32,
+        "device": torch.device("cpu"),
+        "repeats_heads": True,
+        "context_sources": (node("l_keys_"), node("l_values_"), node("arange")),
+    }
+    assert {name: getattr(site, name) for name in expected} == expected
+    assert {f.name for f in dataclasses.fields(site)} == {*expected, "module"}
+    assert (site.group, site.position, site.key_write.axis) == (2, node("l_pos_"), 2)
+    assert found.guard == Guard(node("l_pos_"), None, site.key_write)
+
+
+def test_defaults_and_a_transposed_cache_of_one_row() -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+        keys[:, pos] = k
+        values[:, pos] = v
+        mask = (torch.arange(N) <= pos).expand(1, 1, 1, N)
+        return SDPA(q, keys.transpose(1, 2), values.transpose(1, 2), mask)
+
+    q, k, v, keys, values, pos = operands(query_heads=2, kv_heads=2, dim=4)
+    turned = (t.transpose(1, 2).contiguous() for t in (k, v, keys, values))
+    (site,) = match(record(function, q, *turned, pos).graph).sites
+    assert (site.scale, site.repeats_heads, site.key_write.layout, site.key_write.axis) == (0.5, False, "1shd", 1)
+
+
+def test_a_position_may_move_on_where_nobody_reads_it_again() -> None:
+    """Computed from a counter that is then advanced, as in StaticCache; or advanced after attention."""
+
+    def counter(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, length: Tensor) -> Tensor:
+        pos = torch.arange(1) + length
+        mask = (torch.arange(N) <= pos)[None, None, None]
+        length.add_(1)
+        keys.index_copy_(2, pos, k)
+        values.index_copy_(2, pos, v)
+        return SDPA(q, keys, values, attn_mask=mask)
+
+    def after(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+        pos = pos + 1
+        out = minimal(q, k, v, keys, values, pos)
+        pos += 1
+        return out
+
+    for function in (counter, after):
+        found = match(record(function, *operands()).graph)
+        assert (len(found.sites), found.rejections) == (1, ())
+
+
+class TestTokens:
+    """The input that holds the token ids fed."""
+
+    @staticmethod
+    def tokens(function: Callable[..., Any], *inputs: Any) -> str | None:
+        guard = match(record(function, *inputs).graph).guard
+        assert guard is not None
+        return None if guard.tokens is None else guard.tokens.name
+
+    @pytest.mark.parametrize(
+        ("ids_of", "expected"), [(lambda i: i, "l_ids_"), (lambda i: i.view(-1, 1), "l_ids_"), (lambda i: i + 1, None)]
+    )
+    def test_through_a_view_but_not_computed(self, ids_of: Callable[[Tensor], Tensor], expected: str | None) -> None:
+        def function(ids: Tensor, table: Tensor, *rest: Tensor) -> Tensor:
+            return minimal(torch.nn.functional.embedding(ids_of(ids), table)[:, None], *rest)
+
+        assert self.tokens(function, torch.tensor([[3]]), tensor(9, 2), *operands()[1:]) == expected
+
+    def test_none_when_embeddings_are_fed(self) -> None:
+        assert self.tokens(minimal, *operands()) is None
+
+    @pytest.mark.parametrize("family", ["Llama", "GPT2"])
+    def test_models(self, family: str) -> None:
+        """GPT-2 looks up positions as well, given here as an input of the same shape as the ids."""
+        sizes = {"vocab_size": 32, "bos_token_id": 0, "eos_token_id": 1}
+        if family == "Llama":
+            config: Any = transformers.LlamaConfig(
+                hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, **sizes
+            )
+            model: Any = transformers.LlamaForCausalLM(config).eval()
+        else:
+            config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=32, **sizes)
+            model = transformers.GPT2LMHeadModel(config).eval()
+        cache = transformers.StaticCache(config=config, max_cache_len=16)
+        with torch.no_grad():
+            model(torch.zeros(2, 3, dtype=torch.int64), use_cache=True, **{CACHE: cache})
+
+        def step(ids: Tensor, positions: Tensor) -> Tensor:
+            logits: Tensor = model(ids, position_ids=positions, use_cache=True, **{CACHE: cache}).logits
+            return logits
+
+        ids, positions = torch.tensor([[4], [5]]), torch.tensor([[3], [3]])
+        recorded: Recorded = record(step, ids, positions)
+        found = match(recorded.graph)
+        assert found.guard is not None
+        assert found.guard.tokens is recorded.node("l_ids_")
+        assert len(found.sites) == 1

@@ -1,0 +1,243 @@
+"""match: every reason to leave attention dense, on small hand-written steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
+
+from sfi_compile.passes import match_attention
+from sfi_compile.passes.match_attention import is_prefill, match
+from tests.passes.toys import SDPA, minimal, operands, record, tensor, unchanged, written
+
+N = 8
+Step = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Any]
+
+
+def rewritten(**changes: Callable[..., Any]) -> Step:
+    """The minimal step with other arguments of sdpa, each a function of q, keys, values, mask, pos."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+        mask = written(k, v, keys, values, pos)
+        arguments: dict[str, Any] = {"query": q, "key": keys, "value": values, "attn_mask": mask}
+        arguments |= {name: change(q, keys, values, mask, pos) for name, change in changes.items()}
+        return SDPA(**arguments)
+
+    return function
+
+
+def three_axes(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    return SDPA(q[0], keys[0], values[0], attn_mask=written(k, v, keys, values, pos)[0])
+
+
+def softmax_chain(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    mask = written(k, v, keys, values, pos)
+    scores = (q @ keys.transpose(2, 3)).masked_fill(~mask, float("-inf"))
+    return torch.dropout(scores.softmax(-1).to(q.dtype), 0.0, False) @ values
+
+
+def opaque(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    written(k, v, keys, values, pos)
+    w, b = torch.ones(6, 2), torch.zeros(6)
+    f = torch.nn.functional.multi_head_attention_forward
+    k, v = keys[0].transpose(0, 1), values[0].transpose(0, 1)
+    return f(q[0], k, v, 2, 1, w, b, None, None, False, 0.0, w[:2], b[:2])[0]
+
+
+def unwritten(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    return SDPA(q, keys, values, attn_mask=(torch.arange(N) <= pos)[None, None, None])
+
+
+def growing(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    return SDPA(q, torch.cat([keys, k], 2), torch.cat([values, v], 2))
+
+
+def twice(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    written(k, v, keys, values, pos - 1)
+    return SDPA(q, keys, values, attn_mask=written(k, v, keys, values, pos))
+
+
+def late(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    out = unwritten(q, k, v, keys, values, pos)
+    written(k, v, keys, values, pos)
+    return out
+
+
+def stale(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    early = keys * 2
+    return SDPA(q, early, values, attn_mask=written(k, v, keys, values, pos))
+
+
+def scaled_later(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    """What is gathered from the cache would miss the second factor."""
+    mask = written(k, v, keys, values, pos)
+    expanded = keys * 2
+    expanded.mul_(3)
+    return SDPA(q, expanded, values, attn_mask=mask)
+
+
+def masked_write(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    mask = written(k, v, keys, values, pos)
+    keys.masked_fill_(~mask.transpose(2, 3), 0)
+    return SDPA(q, keys, values, attn_mask=mask)
+
+
+def copied(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    keys.copy_(torch.where(torch.arange(N)[:, None] == pos, k, keys))
+    values.copy_(torch.where(torch.arange(N)[:, None] == pos, v, values))
+    return unwritten(q, k, v, keys, values, pos)
+
+
+def two_positions(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    pair = torch.cat([pos - 1, pos])
+    keys.index_copy_(2, pair, k.expand(1, 1, 2, 2))
+    values.index_copy_(2, pair, v.expand(1, 1, 2, 2))
+    return unwritten(q, k, v, keys, values, pos)
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    written(k, v, keys, values, pos)
+    return flex_attention(q, keys, values)
+
+
+def long_position(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    for _ in range(match_attention._MOST_POSITION_NODES):
+        pos = pos + 0
+    return minimal(q, k, v, keys, values, pos)
+
+
+def advanced_too_early(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    """The input holds the position before this step's; the write uses the one after."""
+    pos.add_(1)
+    return minimal(q, k, v, keys, values, pos)
+
+
+def advanced_too_late(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    """Written at one position, and at the attention node the input holds the next."""
+    mask = written(k, v, keys, values, pos)
+    pos.add_(1)
+    return SDPA(q, keys, values, attn_mask=mask)
+
+
+def reused_value(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    """What was cached is no longer what its name holds."""
+    mask = written(k, v, keys, values, pos)
+    k.mul_(2)
+    return SDPA(q, keys, values, attn_mask=mask)
+
+
+def accumulated(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    mask = written(k, v, keys, values, pos)
+    mask &= (torch.arange(N) > 0)[None, None, None]
+    return SDPA(q, keys, values, attn_mask=mask)
+
+
+def filled(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    mask = torch.zeros(1, 1, 1, N)
+    mask.masked_fill_(~written(k, v, keys, values, pos), float("-inf"))
+    return SDPA(q, keys, values, attn_mask=mask)
+
+
+def counted_later(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    """The mask holds for the old length; at the attention node the length has moved on."""
+    mask = (torch.arange(N) >= pos - 2)[None, None, None] & (torch.arange(N) <= pos)[None, None, None]
+    at = pos + 0
+    pos.add_(1)
+    written(k, v, keys, values, at)
+    return SDPA(q, keys, values, attn_mask=mask)
+
+
+CODES: list[tuple[str, Step, dict[str, int]]] = [
+    ("rank", three_axes, {}),
+    ("query-length", rewritten(query=lambda q, *_: q.expand(1, 1, 3, 2)), {}),
+    ("dropout", rewritten(dropout_p=lambda *_: 0.1), {}),
+    ("is-causal", rewritten(is_causal=lambda *_: True, attn_mask=lambda *_: None), {}),
+    ("heads", rewritten(key=lambda q, k, *_: k[:1] * 1.0, value=lambda q, k, v, *_: v[:1] * 1.0), {"batch": 2}),
+    ("no-cache-write", unwritten, {}),
+    ("not-commutable", growing, {}),
+    ("not-commutable", rewritten(key=lambda q, k, *_: k.roll(1, 2)), {}),
+    ("several-roots", rewritten(key=lambda q, k, v, *_: k + v), {}),
+    ("several-writes", twice, {}),
+    ("several-writes", masked_write, {}),
+    ("late-write", late, {}),
+    ("stale-read", stale, {}),
+    ("stale-read", scaled_later, {}),
+    ("cache-write", copied, {}),
+    ("cache-write", two_positions, {}),
+    ("stale-read", reused_value, {}),
+    ("position", long_position, {}),
+    ("position", advanced_too_early, {}),
+    ("position", advanced_too_late, {}),
+    ("no-mask", rewritten(attn_mask=lambda *_: None), {}),
+    ("mask-shape", rewritten(attn_mask=lambda q, k, v, mask, *_: mask[0]), {}),
+    ("mask-shape", rewritten(attn_mask=lambda q, k, v, mask, *_: mask[..., :1]), {}),
+    ("mask-heads", rewritten(attn_mask=lambda q, k, v, mask, *_: mask.expand(1, 2, 1, N)), {"query_heads": 2}),
+    ("mask-not-commutable", rewritten(attn_mask=lambda q, k, v, mask, *_: mask.cumsum(-1) > 0), {}),
+    ("mask-written", accumulated, {}),
+    ("mask-written", filled, {}),
+    ("mask-written", counted_later, {}),
+    ("softmax-chain", softmax_chain, {}),
+    ("opaque-module", opaque, {}),
+    ("flex-attention", flex, {}),
+]
+
+
+@pytest.mark.parametrize(("code", "function", "sizes"), CODES, ids=[f"{c}-{f.__name__}" for c, f, _ in CODES])
+def test_reasons_to_stay_dense(code: str, function: Step, sizes: dict[str, int]) -> None:
+    recorded = record(function, *operands(**sizes))
+    with unchanged(recorded.graph):
+        found = match(recorded.graph)
+    assert [r.code for r in found.rejections] == [code]
+    assert (found.sites, found.guard) == ((), None)
+    assert found.rejections[0].explanation
+    assert found.rejections[0].hint
+
+
+def test_reasons_that_only_an_edited_graph_has() -> None:
+    """Dynamo refuses a computed scale and mixed types itself; the matcher does not rely on it."""
+    recorded = record(rewritten(scale=lambda *_: 0.5), *operands())
+    attention = recorded.node("scaled_dot_product_attention")
+    attention.kwargs = {**attention.kwargs, "scale": recorded.node("l_q_")}
+    assert [r.code for r in match(recorded.graph).rejections] == ["scale"]
+    attention.kwargs = {**attention.kwargs, "scale": None}
+    for name, code in (("l_q_", "dtype"), ("l_pos_", "position")):
+        node = recorded.node(name)
+        kept = node.meta["example_value"]
+        node.meta["example_value"] = kept.to(torch.float16)
+        assert [r.code for r in match(recorded.graph).rejections] == [code]
+        node.meta["example_value"] = kept
+    assert len(match(recorded.graph).sites) == 1
+
+
+def test_a_softmax_that_is_not_attention() -> None:
+    def router(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor, w: Tensor) -> Tensor:
+        out = minimal(q, k, v, keys, values, pos)
+        return torch.softmax(q @ w, -1) * out
+
+    found = match(record(router, *operands(), tensor(2, 2)).graph)
+    assert (len(found.sites), found.rejections) == (1, ())
+
+
+def test_sites_and_rejections_side_by_side() -> None:
+    def cross(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor, other: Tensor) -> Tensor:
+        out = minimal(q, k, v, keys, values, pos)
+        return SDPA(out, other, other)
+
+    found = match(record(cross, *operands(), tensor(1, 1, 5, 2)).graph)
+    assert len(found.sites) == 1
+    assert [r.code for r in found.rejections] == ["no-cache-write"]
+    assert found.guard is not None
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [(1, False), (3, True)],
+)
+def test_prefill(length: int, expected: bool) -> None:
+    recorded = record(rewritten(query=lambda q, *_: q.expand(1, 1, length, 2)), *operands())
+    assert is_prefill(recorded.graph) is expected
+    assert not is_prefill(record(lambda t: t * 2, tensor(2)).graph), "a graph without attention is no prefill"

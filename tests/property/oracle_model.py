@@ -1,0 +1,154 @@
+"""The tiny decoder and the slow-fast step once more, in float64, one row and one token at a time, from the words alone.
+
+Its selector is the oracle's (`kernels/reference.py`), which no optimised kernel uses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from sfi_compile.config import Config
+from sfi_compile.kernels import reference
+from tests.property.tiny_decoder import BOUNDARIES, SIZE, TinyDecoder
+
+Supports = list[list[list[int]]]
+"""Positions by layer and KV head."""
+
+NEAR_TIE = 1e-4
+"""Scores closer than this (relative above 1) may swap: the product's are float32, these are float64."""
+
+
+@dataclasses.dataclass
+class Row:
+    """One sequence: its cache [layers, Hkv, SIZE, D], and where it begins."""
+
+    start: int
+    keys: Tensor
+    values: Tensor
+
+    def copy(self) -> Row:
+        return Row(self.start, self.keys.clone(), self.values.clone())
+
+    def same(self, other: Row, length: int) -> bool:
+        """Both hold the same sequence in their first `length` slots, padding aside."""
+        inside = slice(self.start, length)
+        close = [
+            torch.allclose(a[:, :, inside], b[:, :, inside], rtol=0, atol=1e-6)
+            for a, b in ((self.keys, other.keys), (self.values, other.values))
+        ]
+        return self.start == other.start and all(close)
+
+
+@dataclasses.dataclass
+class Memory:
+    """What a row's memory was built from, and when."""
+
+    refreshed_at: int
+    at_boundary: bool
+    supports: Supports
+    next_position: int
+    row: Row
+    """The sequence up to `next_position`."""
+
+    def grown(self, position: int) -> Supports:
+        """sink, selected, and the recent segment up to `position`."""
+        tail = list(range(self.refreshed_at + 1, position + 1))
+        return [[[*held, *tail] for held in layer] for layer in self.supports]
+
+
+def must_be_slow(memory: Memory | None, row: Row, position: int, token: int, config: Config) -> str | None:
+    """Why a row may not be fast, by the rules."""
+    if memory is None:
+        return "no memory"
+    if position != memory.next_position:
+        return "another position"
+    if not row.same(memory.row, position):
+        return "another sequence"
+    since = position - memory.refreshed_at
+    if since >= config.refresh_interval:
+        return "interval"
+    cooling = memory.at_boundary and since <= config.sentence_cooldown
+    if token in BOUNDARIES and since >= config.min_refresh_gap and not cooling:
+        return "boundary"
+    return None
+
+
+class Oracle:
+    """The decoder's weights in float64."""
+
+    def __init__(self, model: TinyDecoder) -> None:
+        self.variant = model.variant
+        self.config = model.variant.config
+        self.weights = {name: parameter.double() for name, parameter in model.named_parameters()}
+
+    def new_row(self, start: int) -> Row:
+        shape = (self.variant.layers, self.variant.kv_heads, SIZE, self.variant.dim)
+        return Row(start, torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64))
+
+    def step(self, row: Row, token: int, position: int, supports: Supports | None) -> tuple[Tensor, list[Tensor]]:
+        """Feed a token: logits [VOCAB], and the queries [Hq, 1, D] of every layer. `supports` None: dense."""
+        w, v = self.weights, self.variant
+        place = max(position - row.start, 0)
+        x = w["embed.weight"][token]
+        if not v.rotary:
+            x = x + w["places.weight"][place]
+        queries = []
+        for i in range(v.layers):
+            h = self._rms(x)
+            q, k, value = (self._project(f"layers.{i}.{name}", h) for name in "qkv")
+            if v.rotary:
+                q, k = self._rotated(q, place), self._rotated(k, place)
+            row.keys[i, :, position], row.values[i, :, position] = k, value
+            queries.append(q[:, None])
+            held = None if supports is None else supports[i]
+            mask = self.allowed(row, position)
+            out = reference.attention(q[:, None], row.keys[i], row.values[i], mask, v.dim**-0.5, held)
+            x = x + w[f"layers.{i}.o.weight"] @ out.flatten()
+            x = x + w[f"layers.{i}.down.weight"] @ torch.tanh(w[f"layers.{i}.up.weight"] @ self._rms(x))
+        return w["head.weight"] @ self._rms(x), queries
+
+    def refresh(self, row: Row, position: int, queries: list[Tensor], found: Supports) -> Supports:
+        """The supports after a slow step. `found`, the product's, wins where it differs by near ties alone.
+
+        Raises AssertionError where it differs by more.
+        """
+        spec, allowed = self.config.selector(), self.allowed(row, position)
+        cand = reference.candidates(allowed, position, spec.sink, spec.recent)
+        supports = []
+        for i, q in enumerate(queries):
+            logits = reference.logits(q, row.keys[i], allowed, self.variant.dim**-0.5)
+            selected = reference.select(logits, row.keys[i], allowed, position, spec)
+            expected = reference.support(allowed, position, selected, spec)
+            if found[i] != expected:
+                scores = reference.score(logits, row.keys[i], allowed, cand, spec)
+                for h, held in enumerate(found[i]):
+                    assert len(held) == len(set(held)) == len(expected[h]), (i, h, held, expected[h])
+                    last = float(scores[h, selected[h]].min()) if selected[h] else 0.0
+                    for t in set(held) ^ set(expected[h]):
+                        near = cand[t] and abs(float(scores[h, t]) - last) <= NEAR_TIE * max(1.0, abs(last))
+                        assert near, f"layer {i}, head {h}: {held} instead of {expected[h]}"
+            supports.append(found[i])
+        return supports
+
+    def allowed(self, row: Row, position: int) -> Tensor:
+        slots = torch.arange(SIZE)
+        return (slots >= row.start) & (slots <= position)
+
+    def _project(self, name: str, x: Tensor) -> Tensor:
+        return (self.weights[f"{name}.weight"] @ x).reshape(-1, self.variant.dim)
+
+    @staticmethod
+    def _rms(x: Tensor) -> Tensor:
+        return x / torch.sqrt((x * x).mean() + 1e-6)
+
+    @staticmethod
+    def _rotated(x: Tensor, place: int) -> Tensor:
+        """Pairs (i, i + D/2) as complex numbers, turned by place * 100^(-2i/D)."""
+        half = x.shape[-1] // 2
+        turned = torch.complex(x[:, :half], x[:, half:])
+        angle = place * 100.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+        turned = turned * torch.polar(torch.ones_like(angle), angle)
+        return torch.cat([turned.real, turned.imag], dim=-1)

@@ -1,0 +1,199 @@
+"""Sequences under decoding: every action is taken by the compiled decoder and by the oracle, and compared."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+import sfi_compile
+from sfi_compile.runtime import DecodeRunner
+from tests.property.oracle_model import Memory, Oracle, Row, Supports, must_be_slow
+from tests.property.tiny_decoder import SIZE, Recorder, Variant, compiled
+
+TOLERANCE = 2e-4
+"""Of the largest logit. float32 against float64 stays below 1e-5 here; a wrong token in a support shows above 1e-2."""
+
+
+@dataclasses.dataclass(eq=False)
+class Session:
+    """A cache and the rows in it."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    start: Tensor
+    rows: list[Row]
+    inference: bool
+    length: int = 0
+    untouched_since: object = None
+    """The compiled step after which nothing but compiled steps happened."""
+
+    @property
+    def batch(self) -> int:
+        return len(self.rows)
+
+    @property
+    def room(self) -> int:
+        return SIZE - self.length
+
+
+class World:
+    """One compiled decoder, the caches that it serves, and what the oracle knows of its memories."""
+
+    def __init__(self, variant: Variant, seed: int = 0) -> None:
+        self.model, self.call = compiled(variant)
+        self.model.seed(seed)
+        self.oracle = Oracle(self.model)
+        self.config = variant.config
+        self.memories: dict[int, list[Memory | None]] = {}
+        self.served: dict[int, object] = {}
+        self.fast_rows = self.slow_rows = 0
+        sfi_compile.reset()
+
+    def mode(self, session: Session) -> AbstractContextManager[None]:
+        return torch.inference_mode() if session.inference else torch.no_grad()
+
+    # Making and changing sequences
+
+    def new(self, starts: list[int], inference: bool = False, junk: float = 50.0) -> Session:
+        """An empty cache; unwritten slots hold junk."""
+        v = self.model.variant
+        shape = (len(starts), v.kv_heads, SIZE, v.dim)
+        with torch.inference_mode() if inference else torch.no_grad():
+            keys, values = ([junk * torch.randn(shape) for _ in range(v.layers)] for _ in "kv")
+            start = torch.tensor(starts)
+        return Session(keys, values, start, [self.oracle.new_row(s) for s in starts], inference)
+
+    def feed(self, session: Session, tokens: list[list[int]], through_compiled: bool = False) -> None:
+        """Append tokens outside the decode graph: the eager decoder, or the compiled one with several at once."""
+        count = len(tokens[0])
+        assert not through_compiled or count > 1
+        position = torch.arange(session.length, session.length + count)
+        with self.mode(session):
+            call = self.call if through_compiled else self.model
+            logits = call(torch.tensor(tokens), session.keys, session.values, position, session.start)
+        for b, row in enumerate(session.rows):
+            for i, token in enumerate(tokens[b]):
+                at = session.length + i
+                expected, _ = self.oracle.step(row, token, at, None)
+                if at >= row.start:
+                    self._compare(logits[b, i], expected, f"row {b} at {at}, fed")
+        session.length += count
+        session.untouched_since = None
+
+    def crop(self, session: Session, length: int) -> None:
+        session.length = length
+        session.untouched_since = None
+
+    def reset(self, session: Session, starts: list[int], zero: bool) -> None:
+        """The same tensors for new sequences."""
+        with self.mode(session):
+            if zero:
+                for tensor in (*session.keys, *session.values):
+                    tensor.zero_()
+            session.start = torch.tensor(starts)
+        session.rows = [self.oracle.new_row(s) for s in starts]
+        self.crop(session, 0)
+
+    def reorder(self, session: Session, order: list[int], in_place: bool) -> None:
+        """Row i becomes what row `order[i]` was."""
+        index = torch.tensor(order)
+        with self.mode(session):
+            for tensors in (session.keys, session.values):
+                for i, tensor in enumerate(tensors):
+                    moved = tensor.index_select(0, index)
+                    tensors[i] = tensor.copy_(moved) if in_place else moved
+            session.start = session.start[index]
+        session.rows = [session.rows[i].copy() for i in order]
+        session.untouched_since = None
+
+    def copy(self, session: Session) -> Session:
+        with self.mode(session):
+            keys, values = ([t.clone() for t in tensors] for tensors in (session.keys, session.values))
+        rows = [row.copy() for row in session.rows]
+        return Session(keys, values, session.start, rows, session.inference, session.length)
+
+    def forget(self) -> None:
+        """`sfi_compile.reset()`."""
+        sfi_compile.reset()
+        self.memories.clear()
+        self.served.clear()
+
+    # A decode step
+
+    def decode(self, session: Session, tokens: list[int]) -> Tensor:
+        """One compiled step, compared with the oracle in everything: who is slow, the outputs, the memories."""
+        position = session.length
+        before = sfi_compile.stats()
+        Recorder.forget()
+        with self.mode(session):
+            logits = self.call(
+                torch.tensor(tokens)[:, None], session.keys, session.values, torch.tensor([position]), session.start
+            )
+        runner = Recorder.last
+        assert runner is not None, "the step did not run in a decode graph"
+        memories = self.memories.setdefault(id(runner), [None] * session.batch)
+        uninterrupted = session.untouched_since is not None and self.served.get(id(runner)) is session.untouched_since
+        slow = 0
+        for b, (row, token) in enumerate(zip(session.rows, tokens, strict=True)):
+            why = must_be_slow(memories[b], row, position, token, self.config)
+            is_slow = not runner.rows[b].valid or runner.rows[b].refreshed_at == position
+            slow += is_slow
+            assert is_slow or why is None, f"row {b} is fast at {position} in spite of: {why}"
+            assert not (is_slow and why is None and uninterrupted), f"row {b} is slow at {position} for no reason"
+            # A step that may be slow for another reason counts as the product says.
+            counted = uninterrupted or runner.rows[b].quiet_until > position
+            at_boundary = why == "boundary" and counted
+            memories[b] = self._row_step(runner, session, b, token, logits[b, 0], is_slow, at_boundary, memories[b])
+        after = sfi_compile.stats()
+        assert after.slow_steps - before.slow_steps == (slow > 0)
+        assert after.fast_steps - before.fast_steps == (slow == 0)
+        assert sum(after.triggers.values()) - sum(before.triggers.values()) == slow
+        self.slow_rows += slow
+        self.fast_rows += session.batch - slow
+        session.length += 1
+        session.untouched_since = self.served[id(runner)] = object()
+        return logits[:, 0]
+
+    def _row_step(
+        self,
+        runner: DecodeRunner,
+        session: Session,
+        b: int,
+        token: int,
+        out: Tensor,
+        slow: bool,
+        at_boundary: bool,
+        memory: Memory | None,
+    ) -> Memory | None:
+        row, position = session.rows[b], session.length
+        found = self._held(runner, b)
+        if not slow:
+            assert memory is not None
+            supports = memory.grown(position)
+            assert found == supports
+            expected, _ = self.oracle.step(row, token, position, supports)
+            self._compare(out, expected, f"row {b} at {position}, fast since {memory.refreshed_at}")
+            return dataclasses.replace(memory, next_position=position + 1, row=row.copy())
+        expected, queries = self.oracle.step(row, token, position, None)
+        self._compare(out, expected, f"row {b} at {position}, slow")
+        long_enough = position + 1 - row.start >= max(self.config.min_context or 0, 1)
+        assert runner.rows[b].valid == long_enough
+        if not long_enough:
+            return None
+        supports = self.oracle.refresh(row, position, queries, found)
+        return Memory(position, at_boundary, supports, position + 1, row.copy())
+
+    @staticmethod
+    def _held(runner: DecodeRunner, b: int) -> Supports:
+        """The positions in a row's memories, ascending, by layer and head."""
+        layers = range(runner.sites)
+        held = [runner.state[f"sfi_held_{i}"][b].tolist() for i in layers]
+        return [[sorted(t for t in head if t >= 0) for head in layer] for layer in held]
+
+    @staticmethod
+    def _compare(actual: Tensor, expected: Tensor, where: str) -> None:
+        error = float((actual.double() - expected).abs().max())
+        assert error <= TOLERANCE * float(expected.abs().max()), f"{where}: off by {error:.2g}"
