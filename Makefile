@@ -34,11 +34,11 @@ types: $(VENV)/.dev  ## mypy --strict; mypy cannot follow package-dir, so it see
 	@for d in passes kernels; do ln -s "$(CURDIR)/$$d" build/typecheck/sfi_compile/$$d; done
 	cd build/typecheck && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml -p sfi_compile
 
-tests: $(VENV)/.dev  ## pytest with the quick hypothesis profile
-	$(BIN)/python -m pytest
+tests: $(VENV)/.dev  ## pytest with the quick hypothesis profile, one process a core
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --durations=10
 
 thorough: $(VENV)/.dev  ## pytest with many more examples
-	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest
+	HYPOTHESIS_PROFILE=thorough OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 bench: $(VENV)/.models  ## the CPU results of docs/results/
 	$(BIN)/sfi bench --shape tiny-cpu --context 4096,8192,32768

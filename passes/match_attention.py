@@ -120,7 +120,7 @@ def _refuse_softmax_chain(node: fx.Node, flow: DataFlow) -> None:
                 frontier.append(user)
 
 
-def _sdpa(node: fx.Node, flow: DataFlow) -> Site:
+def _sdpa(node: fx.Node, flow: DataFlow) -> Site | None:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     given: dict[str, Any] = dict.fromkeys(names) | dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     query, key, value, mask = (given[n] for n in ("query", "key", "value", "attn_mask"))
@@ -146,13 +146,17 @@ def _sdpa(node: fx.Node, flow: DataFlow) -> Site:
     kv_heads, context = kv_shape[1], kv_shape[2]
     if kv_shape[0] != batch or query_heads % kv_heads:
         raise _Refusal("heads", f"{query_heads} query heads over keys {kv_shape}", "make query heads a multiple")
+    origin = axes.trace(key, axes.named("bhsd", kv_shape))
+    if origin.blocked is None and not origin.leaves:
+        return None  # the cache is made in this step, which is a prompt of one token
     key_write = _write(key, "keys", node, flow)
     value_write = _write(value, "values", node, flow)
     _check_position(key_write, flow)
     mask, mask_sources = _mask(mask, (batch, query_heads, query_len, context), node, flow)
     tensor = example(key)
-    if example(query).dtype != tensor.dtype:
-        raise _Refusal("dtype", f"query {example(query).dtype}, keys {tensor.dtype}", "cache in the model's dtype")
+    dtypes = tuple(example(n).dtype for n in (query, key, value))
+    if len(set(dtypes)) != 1:
+        raise _Refusal("dtype", f"query, keys, values are {dtypes}", "keep the cache in the model's dtype, no autocast")
     return Site(
         module=module_path(node),
         form="sdpa",

@@ -15,7 +15,6 @@ import torch
 import transformers
 
 import sfi_compile
-from sfi_compile.backend import sfi
 from tests.decoders import BY_NAME
 from tests.harness import FULL, SMALL, compiled, decode, eager_lowering, prompt
 
@@ -179,7 +178,7 @@ def test_the_backend_is_found_without_importing_the_package() -> None:
         import sys
         import torch
         assert "sfi" in torch._dynamo.list_backends(exclude_tags=())
-                try:
+        try:
             with torch.no_grad():
                 torch.compile(lambda x: x + 1, backend="sfi", options={"k_hed": 3})(torch.ones(3))
         except Exception as error:
@@ -188,7 +187,6 @@ def test_the_backend_is_found_without_importing_the_package() -> None:
             raise AssertionError("a bad option was accepted")
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=300)
-    assert callable(sfi)
 
 
 @pytest.mark.slow

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -210,6 +212,36 @@ def test_the_same_step_without_the_cause_is_rewritten() -> None:
         run(plain, torch.compile(plain, backend="sfi", options=SMALL))
     assert sfi_compile.stats().rejections == ()
     assert sfi_compile.stats().fast_steps == 5
+
+
+@pytest.mark.parametrize("name", ["cohere2", "t5"])
+def test_explain_says_what_the_backend_does_and_runs_nothing(name: str) -> None:
+    decoder = BY_NAME[name]
+    model, _ = decoder.build()
+    with torch.no_grad():
+        cache = decoder.cache(model, 2, 40)
+        decoder.call(model.forward, prompt(2, 12), cache, 0)
+        before = copy.deepcopy(cache)
+        reports = []
+
+        def seen(*tokens: Tensor, **kwargs: object) -> SimpleNamespace:
+            reports.append(sfi_compile.explain(model, *tokens, options=SMALL, **kwargs))
+            return SimpleNamespace(logits=None)
+
+        decoder.call(seen, prompt(2, 1), cache, 12)
+    (report,) = reports
+    assert len(report.sites) == decoder.sites
+    assert tuple(r.code for r in report.rejections) == decoder.codes
+    for rejection in report.rejections:
+        assert str(rejection) in str(report)
+    for one, other in zip(_tensors(cache), _tensors(before), strict=True):
+        assert torch.equal(one, other)
+    assert sfi_compile.stats().slow_steps == sfi_compile.stats().graphs == 0
+
+
+def _tensors(cache: object) -> list[Tensor]:
+    halves = (cache.self_attention_cache, cache.cross_attention_cache) if hasattr(cache, "encoded") else (cache,)
+    return [t for half in halves for layer in half.layers for t in vars(layer).values() if isinstance(t, Tensor)]
 
 
 @pytest.mark.parametrize("name", ["llama-eager", "cohere2", "t5"])

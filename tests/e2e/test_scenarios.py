@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -60,24 +61,6 @@ def test_padding_never_enters_a_support_and_nothing_is_nan(dtype: torch.dtype, b
             assert used.max() == 23 + 20 - 2
     for name, t in runner.state.items():
         assert not name.startswith("sfi_mem") or t.isfinite().all()
-
-
-def test_a_row_alone_is_the_row_in_a_padded_batch_in_a_long_cache() -> None:
-    lengths = (23, 9)
-    ids, mask = padded(lengths, 23)
-    model = LLAMA.build()[0]
-    how = {"max_new_tokens": 40, "do_sample": False}
-
-    def cache() -> Any:
-        return transformers.StaticCache(config=model.config, max_cache_len=4096)
-
-    with eager_lowering():
-        model.compile(backend="sfi", options=SMALL)
-        together = model.generate(ids, attention_mask=mask, **{CACHE: cache()}, **how)[:, 23:]
-        for row, length in enumerate(lengths):
-            own = ids[row : row + 1, -length:]
-            alone = model.generate(own, attention_mask=torch.ones_like(own), **{CACHE: cache()}, **how)[:, length:]
-            assert alone[0].tolist() == together[row].tolist()
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt-fast"])
@@ -189,6 +172,62 @@ def test_reset_and_another_prompt_of_any_length(length: int) -> None:
             out += [LLAMA.call(forward, fed[:, step : step + 1].clone(), cache, 0) for step in range(1, 11)]
             results.append(torch.cat(out, 1))
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])
+def test_two_conversations_taking_turns(inference: bool) -> None:
+    model, _ = LLAMA.build()
+    fed = prompt(2, 10, 1)
+    with torch.inference_mode(inference), torch.no_grad(), eager_lowering():
+        forward = compiled(model, **SMALL)
+        ours, dense = ([LLAMA.cache(model, 1, 64) for _ in range(2)] for _ in range(2))
+        for row in range(2):
+            for cache in (ours[row], dense[row]):
+                LLAMA.call(model.forward, prompt(1, 20, row), cache, 0)
+        for step in range(10):
+            for row in range(2):
+                token = fed[row : row + 1, step : step + 1].clone()
+                wanted = LLAMA.call(model.forward, token, dense[row], 0)
+                torch.testing.assert_close(LLAMA.call(forward, token, ours[row], 0), wanted, rtol=1e-4, atol=1e-4)
+    assert sfi_compile.stats().triggers == {"invalid": 20, "interval": 0, "boundary": 0}
+
+
+def test_other_batch_sizes_and_symbolic_sizes() -> None:
+    model, _ = LLAMA.build()
+    with eager_lowering():
+        forward = torch.compile(model.forward, backend="sfi", options=FULL, dynamic=True, fullgraph=True)
+        for batch in (2, 1, 3, 2):
+            ids = prompt(batch, 12, batch)
+            wanted = decode(LLAMA, model, model.forward, ids, 10, 40)
+            ours = decode(LLAMA, model, forward, ids, 10, 40)
+            assert ours.chosen.tolist() == wanted.chosen.tolist()
+            assert ours.kinds == ["slow"] + ["fast"] * 9
+    assert sfi_compile.stats().graphs == 3
+
+
+def test_embeddings_instead_of_tokens_leave_the_interval_alone() -> None:
+    model, _ = LLAMA.build()
+    embed = model.get_input_embeddings()
+
+    def call(forward: Any, tokens: Tensor, cache: Any, position: int) -> Tensor:
+        return forward(inputs_embeds=embed(tokens), cache=cache, use_cache=True).logits
+
+    decoder = dataclasses.replace(LLAMA, call=call)
+    with eager_lowering():
+        options = SMALL | {"boundary_token_ids": range(128)}
+        run = decode(decoder, model, compiled(model, **options), prompt(2, 20), 17, 48)
+    assert run.kinds == ["fast" if step % 8 else "slow" for step in range(17)]
+    assert sfi_compile.stats().triggers["boundary"] == 0
+
+
+def test_autocast_is_dense_or_right() -> None:
+    model, _ = LLAMA.build()
+    fed = prompt(2, 6, 1)
+    with torch.autocast("cpu", torch.bfloat16), eager_lowering():
+        dense = decode(LLAMA, model, model.forward, prompt(2, 12), 6, 32, fed)
+        ours = decode(LLAMA, model, compiled(model, **FULL), prompt(2, 12), 6, 32, fed)
+    torch.testing.assert_close(ours.logits, dense.logits, rtol=0.05, atol=0.05)
+    assert {r.code for r in sfi_compile.stats().rejections} <= {"dtype"}
 
 
 TINY = [

@@ -16,8 +16,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from sfi_compile.kernels import reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-FLOOR_ULPS = 4
-"""Where eager attention happens to be exact (one token, say), this many units in the last place are allowed."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -65,7 +63,11 @@ class Attention:
         return reference.attention(self.q[b], k[b], v[b], self.mask_of(b), self.scale)
 
     def budget(self, b: int) -> float:
-        """Twice the error that eager attention makes in the same dtype."""
+        """Twice the error that eager attention makes in the same dtype, or what rounding alone may do.
+
+        Weights and output are rounded to the dtype, each to half a unit in the last place; logits are rounded in
+        float32 at least, and an error of theirs is relative in the weights.
+        """
         k, v = self.clean()
         mask = self.mask_of(b)[None]
         mask = mask if mask.dtype == torch.bool else mask.to(self.q.dtype)
@@ -73,7 +75,10 @@ class Attention:
             self.q[b, None], k[b, None], v[b, None], mask, scale=self.scale, enable_gqa=True
         )
         error = (eager[0].double() - self.exact(b)).abs().max()
-        return 2 * float(error) + FLOOR_ULPS * torch.finfo(v.dtype).eps * float(v[b].abs().max())
+        logits = reference.logits(self.q[b], k[b], None, self.scale)[..., : self.lengths[b]].abs().max()
+        wide = torch.finfo(torch.promote_types(self.q.dtype, torch.float32)).eps
+        rounding = torch.finfo(v.dtype).eps + 4 * wide * (1 + float(logits))
+        return max(2 * float(error), rounding * float(v[b].abs().max()))
 
     def row(self, b: int) -> Attention:
         """The same row as a batch of one."""

@@ -98,6 +98,20 @@ def test_a_status_is_only_ever_raised() -> None:
     assert status.tolist() == [RowStatus.NOT_FINITE]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_large_logits_of_a_narrow_dtype_are_not_rounded(dtype: torch.dtype) -> None:
+    """A logit near 30 is a multiple of 1/8 in bfloat16: weights would be off by a tenth."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, n, 64, generator=g).to(dtype) for n in (1, 50, 50))
+    k[:, :, 7], k[:, :, 8] = q[:, :, 0], q[:, :, 0] * 0.99
+    mask = torch.ones(1, 1, 1, 50, dtype=torch.bool)
+    case = Attention(q, k, v, mask, torch.tensor([True]), 0.5, (50,))
+    held = torch.arange(50).expand(1, 2, 50).contiguous()
+    assert_within(dense(case)[0][0], case.exact(0), case.budget(0))
+    fast = torch.ops.sfi.memory_attention(q, k, v, held, mask.expand(1, 2, 1, 50), 0.5)
+    assert_within(fast[0], case.exact(0), case.budget(0))
+
+
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32, torch.bfloat16])
 def test_a_query_that_may_attend_to_nothing_gets_zeros(kind: torch.dtype) -> None:
     """As in eager attention. A row of padding alone has no context, hence never a memory."""
