@@ -45,7 +45,7 @@ def sfi(gm: fx.GraphModule, example_inputs: Sequence[Any], **settings: Any) -> C
     if is_prefill(gm.graph):
         return compile_graph(gm, example_inputs, patches)
     if needs_gradients(example_inputs):
-        _report(MatchResult((), (_GRADIENTS,), None), config)
+        _note(_GRADIENTS)
         return compile_graph(gm, example_inputs, patches)
 
     work = analyse(gm, config)
@@ -105,11 +105,15 @@ def _report(match: MatchResult, config: Config) -> None:
     if match.rejections and config.strict:
         raise RejectedSitesError(match.rejections)
     for rejection in match.rejections:
-        if rejection not in diagnostics.counters.rejections:
-            diagnostics.counters.rejections[rejection] = None
-            log.warning("sfi: left dense: %s", rejection)
+        _note(rejection)
     if not match.sites and not match.rejections:
         log.info("sfi: a graph without attention is compiled by plain Inductor")
+
+
+def _note(rejection: Rejection) -> None:
+    if rejection not in diagnostics.counters.rejections:
+        diagnostics.counters.rejections[rejection] = None
+        log.warning("sfi: left dense: %s", rejection)
 
 
 def _guard_inputs(match: MatchResult, module: fx.GraphModule) -> GuardInputs:

@@ -133,7 +133,7 @@ def _measure(
         "floor_ms": _ms(read / bandwidth),
         "spread": {kind: _ms(interquartile_range(decoder.timed(kind))) for kind, decoder in kinds.items()},
         "compile_s": {"dense": round(dense.compile_seconds(), 2), "sfi": round(sparse.compile_seconds(), 2)},
-        "memory_bytes": counted.memory_bytes,
+        "memory_bytes": sparse.memory_bytes(),
         "cache_bytes": sum(t.numel() * t.element_size() for layer in cache.layers for t in (layer.keys, layer.values)),
         "peak_rss_bytes": peak_rss(),
         "steps": {"dense": len(dense.timed()), "slow": len(sparse.timed("slow")), "fast": len(sparse.timed("fast"))},
@@ -143,7 +143,7 @@ def _measure(
         },
         "triggers": dict(counted.triggers),
         "support": counted.support,
-        "sites": counted.sites,
+        "sites": sparse.sites(),
         "rejections": [rejection.as_dict() for rejection in counted.rejections],
     }
 

@@ -52,6 +52,8 @@ class Decoder:
         self._counted = backend == "sfi"
         if self._counted:
             sfi_compile.reset()
+        earlier = sfi_compile.stats()
+        self._earlier = earlier.sites, earlier.memory_bytes
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """Feed int64 tokens [batch, 1]; returns the logits [batch, vocab] of the next token.
@@ -89,6 +91,14 @@ class Decoder:
     def timed(self, kind: str | None = None) -> list[float]:
         """Seconds of the steps of a kind (all kinds: None) in which nothing was compiled."""
         return [step.seconds for step in self.steps if not step.compiled and kind in (None, step.kind)]
+
+    def sites(self) -> int:
+        """Attention sites rewritten for this model; other models of the process do not count."""
+        return sfi_compile.stats().sites - self._earlier[0]
+
+    def memory_bytes(self) -> int:
+        """Bytes of packed memory and other state of this model."""
+        return sfi_compile.stats().memory_bytes - self._earlier[1]
 
     def processor_share(self) -> float | None:
         """Processors that this process kept busy in its timed steps; well below 1 on a CPU, others were using them."""

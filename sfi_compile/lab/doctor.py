@@ -89,6 +89,7 @@ def self_check(device: str = "cpu") -> Check:
     hint = "run again with TORCH_LOGS=dynamo,graph_breaks; report what it prints together with the versions above"
     torch._dynamo.reset()
     sfi_compile.reset()
+    earlier = sfi_compile.stats().sites
     generator = torch.Generator().manual_seed(0)
     torch.manual_seed(0)
     model = _Decoder().eval().to(device)
@@ -106,13 +107,14 @@ def self_check(device: str = "cpu") -> Check:
                 worst = max(worst, (logits - dense).abs().max().item())
                 largest = max(largest, dense.abs().max().item())
     counted = sfi_compile.stats()
+    sites = counted.sites - earlier
     detail = (
-        f"{counted.sites} sites, {counted.slow_steps} slow and {counted.fast_steps} fast steps, "
+        f"{sites} sites, {counted.slow_steps} slow and {counted.fast_steps} fast steps, "
         f"slow steps within {worst:.1e} of dense"
     )
     if counted.rejections:
         detail += "; " + "; ".join(map(str, counted.rejections))
-    counts = counted.sites == model.layers and counted.slow_steps + counted.fast_steps == STEPS
+    counts = sites == model.layers and counted.slow_steps + counted.fast_steps == STEPS
     ok = counts and counted.slow_steps > 0 and counted.fast_steps > 0 and worst <= TOLERANCE * largest
     return Check("self-check", ok, detail, hint)
 

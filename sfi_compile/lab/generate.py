@@ -118,8 +118,8 @@ def run_generate(settings: GenerateSettings, observer: Observer | None = None) -
         "agreement": agreement(dense_ids, sparse_ids),
         "retention": counted.retention,
         "support": counted.support,
-        "memory_bytes": counted.memory_bytes,
-        "sites": counted.sites,
+        "memory_bytes": sparse.memory_bytes(),
+        "sites": sparse.sites(),
         "rejections": [rejection.as_dict() for rejection in counted.rejections],
         "text": {
             "dense": tokenizer.decode(dense_ids, skip_special_tokens=True),

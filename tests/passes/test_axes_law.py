@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -63,7 +64,7 @@ STEPS: list[Callable[[Tensor, Extras], Tensor]] = [
 MASKS: list[Callable[[Extras], Tensor]] = [
     lambda e: (torch.arange(N) <= e["pos"])[None, None, None],
     lambda e: (torch.arange(N)[None] < e["positions"][:, None])[:, None, None],
-    lambda e: (torch.arange(20, 20 - 2 * N, -2) % 3 == 0).view(1, 1, 1, N),
+    lambda e: (torch.arange(20, 20 - 2 * N, -2) % 5 == 0).view(1, 1, 1, N),
     lambda e: (torch.arange(N, dtype=torch.bfloat16) * 1.01 > e["scale"])[None, None, None],
     lambda e: e["valid"],
     lambda e: e["tril"][None, None, e["pos"]],
@@ -137,10 +138,7 @@ def check(function: Callable[..., Any], args: tuple[Any, ...], out: str, index: 
     assert not any(N in (axes.shape_of(n) or ()) for n in computed), f"work on the whole sequence:\n{text(branch)}"
 
 
-@given(
-    st.lists(st.sampled_from(STEPS), max_size=6), st.sampled_from([torch.float32, torch.int8, torch.bfloat16]), INDEX
-)
-def test_chains_on_a_cache(steps: list[Callable[..., Tensor]], dtype: torch.dtype, index: Tensor) -> None:
+def check_cache(steps: list[Callable[..., Tensor]], dtype: torch.dtype, index: Tensor) -> None:
     def function(t: Tensor, e: Extras) -> Tensor:
         for one in steps:
             t = one(t, e)
@@ -151,18 +149,11 @@ def test_chains_on_a_cache(steps: list[Callable[..., Tensor]], dtype: torch.dtyp
     check(function, (cache, EXTRAS), "bhsd", index, function(cache, EXTRAS).gather(2, at))
 
 
-@given(
-    st.lists(st.tuples(st.sampled_from(MASKS), st.sampled_from(COMBINED)), max_size=3),
-    st.sampled_from(MASKS),
-    st.sampled_from(FINISHED),
-    INDEX,
-)
-def test_chains_of_a_mask(
-    rest: list[tuple[Callable[..., Tensor], Callable[..., Tensor]]],
-    first: Callable[[Extras], Tensor],
-    finish: Callable[[Tensor, Extras], Tensor],
-    index: Tensor,
-) -> None:
+Atom = Callable[[Extras], Tensor]
+Finish = Callable[[Tensor, Extras], Tensor]
+
+
+def check_mask(first: Atom, rest: list[tuple[Atom, Callable[..., Tensor]]], finish: Finish, index: Tensor) -> None:
     def function(e: Extras) -> tuple[Tensor, Tensor]:
         mask = first(e)
         for atom, combine in rest:
@@ -171,3 +162,44 @@ def test_chains_of_a_mask(
 
     at = index.clamp_min(0)[:, :, None]
     check(function, (EXTRAS,), "bhqs", index, function(EXTRAS)[0].expand(B, H, 1, N).gather(3, at))
+
+
+def some_index() -> Tensor:
+    """Positions and empty slots, in another order for every row and head."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.stack([torch.randperm(N + 1, generator=generator)[:S] - 1 for _ in range(B * H)]).reshape(B, H, S)
+
+
+@pytest.mark.parametrize("step", range(len(STEPS)))
+def test_every_step_on_a_cache(step: int) -> None:
+    check_cache([STEPS[step]], torch.bfloat16, some_index())
+
+
+@pytest.mark.parametrize("atom", range(len(MASKS)))
+def test_every_mask(atom: int) -> None:
+    check_mask(MASKS[atom], [], FINISHED[0], some_index())
+
+
+@pytest.mark.parametrize("finish", range(len(FINISHED)))
+def test_every_kind_of_mask(finish: int) -> None:
+    check_mask(MASKS[0], [(MASKS[4], COMBINED[0])], FINISHED[finish], some_index())
+
+
+DTYPES = st.sampled_from([torch.float32, torch.int8, torch.bfloat16])
+
+
+@given(st.lists(st.sampled_from(STEPS), max_size=6), DTYPES, INDEX)
+def test_chains_on_a_cache(steps: list[Callable[..., Tensor]], dtype: torch.dtype, index: Tensor) -> None:
+    check_cache(steps, dtype, index)
+
+
+@given(
+    st.sampled_from(MASKS),
+    st.lists(st.tuples(st.sampled_from(MASKS), st.sampled_from(COMBINED)), max_size=3),
+    st.sampled_from(FINISHED),
+    INDEX,
+)
+def test_chains_of_a_mask(
+    first: Atom, rest: list[tuple[Atom, Callable[..., Tensor]]], finish: Finish, index: Tensor
+) -> None:
+    check_mask(first, rest, finish, index)
