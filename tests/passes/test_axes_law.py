@@ -64,7 +64,7 @@ STEPS: list[Callable[[Tensor, Extras], Tensor]] = [
 MASKS: list[Callable[[Extras], Tensor]] = [
     lambda e: (torch.arange(N) <= e["pos"])[None, None, None],
     lambda e: (torch.arange(N)[None] < e["positions"][:, None])[:, None, None],
-    lambda e: (torch.arange(20, 20 - 2 * N, -2) % 5 == 0).view(1, 1, 1, N),
+    lambda e: (torch.arange(20, 20 - 2 * N, -2) > 12).view(1, 1, 1, N),
     lambda e: (torch.arange(N, dtype=torch.bfloat16) * 1.01 > e["scale"])[None, None, None],
     lambda e: e["valid"],
     lambda e: e["tril"][None, None, e["pos"]],
