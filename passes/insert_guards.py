@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -66,11 +67,12 @@ class InsertGuards(Pass):
         with module.graph.inserting_after(last):
             predicate = builder.call(torch.any, inputs["sfi_slow_rows"])
             predicate.name = "sfi_any_slow"
-        guarded = [
-            dataclasses.replace(site, node=_guard_site(module, builder, site, i, predicate, inputs, work))
-            for i, site in enumerate(match.sites)
-        ]
-        match = dataclasses.replace(match, sites=tuple(guarded))
+        replaced: dict[fx.Node, fx.Node] = {}
+        for i in range(len(match.sites)):
+            site = match.sites[i]
+            replaced[site.node] = _guard_site(module, builder, site, i, predicate, inputs, work)
+            # A later site may read this one's value directly.
+            match = _substituted(match, lambda n: replaced.get(n, n))
         module.graph.lint()
         module.recompile()
         return dataclasses.replace(work, graph=module, match=match, state=state)
@@ -78,11 +80,15 @@ class InsertGuards(Pass):
 
 def transfer(match: MatchResult, old: fx.Graph, new: fx.Graph) -> MatchResult:
     """The same match on a node-by-node copy of its graph."""
-    node_of = dict(zip(old.nodes, new.nodes, strict=True))
+    return _substituted(match, dict(zip(old.nodes, new.nodes, strict=True)).__getitem__)
+
+
+def _substituted(match: MatchResult, node_of: Callable[[fx.Node], fx.Node]) -> MatchResult:
+    """The same match with every node replaced."""
 
     def move(value: Any) -> Any:
         if isinstance(value, fx.Node):
-            return node_of[value]
+            return node_of(value)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return dataclasses.replace(
                 value, **{f.name: move(getattr(value, f.name)) for f in dataclasses.fields(value)}

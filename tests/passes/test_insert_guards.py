@@ -143,6 +143,24 @@ def test_two_sites_share_the_predicate_and_a_rejected_one_stays() -> None:
     assert [s.name for s in work.state[4:]] == [f"sfi_{n}_{i}" for i in (0, 1) for n in ("held", "mem_k", "mem_v")]
 
 
+def test_a_site_may_read_another_directly() -> None:
+    """The first site's value is the second's query and what it caches."""
+
+    def function(
+        q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor, keys2: Tensor, values2: Tensor
+    ) -> Tensor:
+        out = minimal(q, k, v, keys, values, pos)
+        return minimal(out, out, v, keys2, values2, pos)
+
+    inputs = operands()
+    recorded = record(function, *inputs, *(t.clone() for t in inputs[3:5]))
+    work = compiled(recorded.module)
+    first, second = work.matched.sites
+    assert second.query is second.key_write.value is first.node
+    found = work.variants[0](*recorded.fresh(), *state(work, slow=True))[0]
+    torch.testing.assert_close(found, recorded.module(*recorded.fresh())[0])
+
+
 def test_no_budget_is_larger_than_the_context() -> None:
     site = compiled(record(minimal, *operands()).module, "insert_guards").matched.sites[0]
     assert memory_layout(site, Config.from_options(OPTIONS)) == (3, 7)

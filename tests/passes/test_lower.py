@@ -42,6 +42,7 @@ def test_fast_operators_go_and_slow_ones_stay(batch: int) -> None:
     assert operators(fast.graph) == set()
     assert operators(slow.graph) == {"dense_attention", "select", "pack"}
     assert [line for line in text(fast.graph).splitlines() if "index_copy_(" in line] == model
+    assert "sfi.memory_attention" not in fast.code, "recompiled"
     mode = fake_mode_of(fast.graph)
     for module in (slow, fast):
         for node in module.graph.nodes:
@@ -67,6 +68,30 @@ def test_lowered_graphs_compute_the_same(batch: int) -> None:
         given[recorded.index("l_pos_")].fill_(7)
         third = slow(*given, *kept)[0]
         results.append((first, second, third, *given, *kept))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_sites_that_look_alike_keep_what_differs() -> None:
+    """Same shapes, other scale, other axes of the mask: each kind of operator is traced for itself."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor, *more: Tensor) -> Tensor:
+        keys2, values2, *masks = more
+        written(k, v, keys, values, pos)
+        out = SDPA(q, keys, values, attn_mask=masks[0], scale=0.25)
+        written(out, v, keys2, values2, pos)
+        return SDPA(out, keys2, values2, attn_mask=masks[1].permute(2, 3, 0, 1), scale=4.0)
+
+    first, caches = operands(batch=2, query_heads=2, kv_heads=2, size=2), (tensor(2, 2, 2, 2, seed=i) for i in (7, 8))
+    given = (*first[:5], torch.tensor([0]), *caches, tensor(2, 1, 1, 2, seed=5), tensor(1, 2, 2, 1, seed=6))
+    recorded = record(function, *given)
+    results = []
+    for stage in ("verify", "lower"):
+        work = compiled(recorded.module, stage)
+        kept, inputs = state(work, slow=True), recorded.fresh()
+        slow = work.variants[0](*inputs, *kept)[0]
+        kept[0].fill_(False)
+        inputs[recorded.index("l_pos_")].fill_(1)
+        results.append((slow, work.variants[1](*inputs, *kept)[0], *kept))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 

@@ -99,6 +99,12 @@ def two_positions(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor,
     return unwritten(q, k, v, keys, values, pos)
 
 
+def two_positions_of_one_token(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    keys[:, :, torch.cat([pos - 1, pos])] = k
+    values[:, :, pos] = v
+    return unwritten(q, k, v, keys, values, pos)
+
+
 def flex(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
     written(k, v, keys, values, pos)
     return flex_attention(q, keys, values)
@@ -168,6 +174,7 @@ CODES: list[tuple[str, Step, dict[str, int]]] = [
     ("stale-read", scaled_later, {}),
     ("cache-write", copied, {}),
     ("cache-write", two_positions, {}),
+    ("cache-write", two_positions_of_one_token, {}),
     ("stale-read", reused_value, {}),
     ("position", long_position, {}),
     ("position", advanced_too_early, {}),
