@@ -1,8 +1,8 @@
 """What flows through the compiler, and what every pass is.
 
 A pass is a frozen dataclass with a `name`; its options are its fields; it takes a `Work` and returns a new one. The
-base class times it, logs it (logger `sfi_compile.passes`, so `TORCH_LOGS="+sfi_compile.passes"` shows it) and, with
-`options={"dump": folder}`, writes the graph that it leaves behind.
+base class times it and logs it (logger `sfi_compile.passes`, so `TORCH_LOGS="+sfi_compile.passes"` shows it); with
+`options={"dump": folder}`, `pipeline.run` writes the graphs that it leaves behind.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+import sfi_compile.ops  # noqa: F401  (registers the sfi:: operators that passes emit and recognise)
 from sfi_compile.compat.dynamo import example, fake_mode_of
 from sfi_compile.config import Config
 from sfi_compile.cost_model import CostModel
@@ -92,11 +93,32 @@ class Pass(abc.ABC):
         """The work after this pass. Must not change the graphs of `work` that other passes may still read."""
 
     def __call__(self, work: Work) -> Work:
-        """Apply, time, log, dump."""
+        """Apply, time, log."""
         start = time.perf_counter()
         result = self.apply(work)
         log.debug("%s took %.1f ms", self.name, 1e3 * (time.perf_counter() - start))
         return result
+
+
+def transfer(match: MatchResult, old: fx.Graph, new: fx.Graph) -> MatchResult:
+    """The same match on a node-by-node copy of its graph."""
+    return substituted(match, dict(zip(old.nodes, new.nodes, strict=True)).__getitem__)
+
+
+def substituted(match: MatchResult, node_of: Callable[[fx.Node], fx.Node]) -> MatchResult:
+    """The same match with every node replaced."""
+
+    def move(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return node_of(value)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return dataclasses.replace(
+                value, **{f.name: move(getattr(value, f.name)) for f in dataclasses.fields(value)}
+            )
+        return tuple(move(v) for v in value) if isinstance(value, tuple) else value
+
+    moved: MatchResult = move(match)
+    return moved
 
 
 def graphs_of(work: Work) -> dict[str, fx.GraphModule]:

@@ -15,9 +15,8 @@ from torch import fx
 
 from sfi_compile.compat.dynamo import copy_graph_module, example
 from sfi_compile.passes import axes
-from sfi_compile.passes.base import Builder, Pass, VerificationError, Work
+from sfi_compile.passes.base import Builder, Pass, VerificationError, Work, transfer
 from sfi_compile.passes.dataflow import is_impure
-from sfi_compile.passes.insert_guards import transfer
 from sfi_compile.site import CacheWrite
 
 _COND = torch.ops.higher_order.cond
@@ -63,9 +62,8 @@ class _Branches:
             arguments: tuple[Any, ...] = gather.args
             source, index, layout, out = arguments[:4]
             parent = self.operands[self.inputs.index(source)]
-            write = next((w for w in self.writes if self._is(index, w.index)), None)
             found = axes.step(parent, layout)
-            if isinstance(found, axes.Leaf) and found.source is parent and self._forwarded(found, write) is None:
+            if isinstance(found, axes.Leaf) and found.source is parent and self._forwarded(found, index) is None:
                 continue
             with self.fast.inserting_before(gather):
                 gather.replace_all_uses_with(self._pushed(parent, layout, index, out))
@@ -94,11 +92,11 @@ class _Branches:
         self.inputs.append(added)
         return added
 
-    def _forwarded(self, leaf: axes.Leaf, write: CacheWrite | None) -> CacheWrite | None:
-        """The write whose value a gather of its own position reads from `leaf`."""
-        if write is None or leaf.rows is not None:
+    def _forwarded(self, leaf: axes.Leaf, index: fx.Node) -> CacheWrite | None:
+        """The write into `leaf` whose own position is gathered: what is read is what it wrote."""
+        if leaf.rows is not None:
             return None
-        return next((w for w in self.writes if w.root is leaf.source and w.index is write.index), None)
+        return next((w for w in self.writes if w.root is leaf.source and self._is(index, w.index)), None)
 
     def _pushed(self, node: fx.Node, layout: str, index: fx.Node, out: str) -> fx.Node:
         """`gather(node, index)` with axes `out`, computed in the fast branch from values one or more levels up."""
@@ -136,7 +134,7 @@ class _Branches:
         return add(target, *args, **kwargs)
 
     def _leaf(self, leaf: axes.Leaf, index: fx.Node, out: str) -> fx.Node:
-        write = self._forwarded(leaf, next((w for w in self.writes if self._is(index, w.index)), None))
+        write = self._forwarded(leaf, index)
         if write is not None:
             value = self._operand(write.value)
             if example(value).dtype != example(leaf.source).dtype:

@@ -10,24 +10,21 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
-from sfi_compile import ops as _ops  # registers the sfi:: operators
 from sfi_compile.compat.dynamo import add_static_input, copy_graph_module, example, new_graph_module
 from sfi_compile.config import Config
-from sfi_compile.passes.base import Builder, Pass, StateTensor, Work
-from sfi_compile.site import MatchResult, Site
+from sfi_compile.passes import axes
+from sfi_compile.passes.base import Builder, Pass, StateTensor, Work, substituted, transfer
+from sfi_compile.site import Site
 
 SHARED = ("sfi_slow_rows", "sfi_refreshed_at", "sfi_status", "sfi_context")
 """State that all sites share: bool [B], then three int64 [B]."""
 PER_SITE = ("sfi_held", "sfi_mem_k", "sfi_mem_v")
 """State of one site: positions [B, Hkv, S], keys [B, Hkv, S, Dk], values [B, Hkv, S, Dv]."""
-
-del _ops
 
 
 def memory_layout(site: Site, config: Config) -> tuple[int, int]:
@@ -72,31 +69,10 @@ class InsertGuards(Pass):
             site = match.sites[i]
             replaced[site.node] = _guard_site(module, builder, site, i, predicate, inputs, work)
             # A later site may read this one's value directly.
-            match = _substituted(match, lambda n: replaced.get(n, n))
+            match = substituted(match, lambda n: replaced.get(n, n))
         module.graph.lint()
         module.recompile()
         return dataclasses.replace(work, graph=module, match=match, state=state)
-
-
-def transfer(match: MatchResult, old: fx.Graph, new: fx.Graph) -> MatchResult:
-    """The same match on a node-by-node copy of its graph."""
-    return _substituted(match, dict(zip(old.nodes, new.nodes, strict=True)).__getitem__)
-
-
-def _substituted(match: MatchResult, node_of: Callable[[fx.Node], fx.Node]) -> MatchResult:
-    """The same match with every node replaced."""
-
-    def move(value: Any) -> Any:
-        if isinstance(value, fx.Node):
-            return node_of(value)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return dataclasses.replace(
-                value, **{f.name: move(getattr(value, f.name)) for f in dataclasses.fields(value)}
-            )
-        return tuple(move(v) for v in value) if isinstance(value, tuple) else value
-
-    moved: MatchResult = move(match)
-    return moved
 
 
 def _guard_site(
@@ -148,12 +124,12 @@ def _branch(values: dict[str, Any], site: Site, work: Work, build: Any) -> fx.Gr
 def _fast_branch(b: Builder, n: dict[str, fx.Node], site: Site, work: Work) -> fx.Node:
     sfi = torch.ops.sfi
     selected_end, _ = memory_layout(site, work.config)
-    new_k = b.call(sfi.gather.default, n["k"], n["position"], _named(n["k"], "bhsd"), "bhsd")
-    new_v = b.call(sfi.gather.default, n["v"], n["position"], _named(n["v"], "bhsd"), "bhsd")
+    new_k = b.call(sfi.gather.default, n["k"], n["position"], _layout(n["k"], "bhsd"), "bhsd")
+    new_v = b.call(sfi.gather.default, n["v"], n["position"], _layout(n["v"], "bhsd"), "bhsd")
     memory = (n["sfi_held"], n["sfi_mem_k"], n["sfi_mem_v"])
     token = (new_k, new_v, n["position"], n["sfi_refreshed_at"])
     b.call(sfi.append.default, *token, selected_end, work.config.recent, *memory)
-    mask = b.call(sfi.gather.default, n["mask"], n["sfi_held"], _named(n["mask"], "bhqs"), "bhqs")
+    mask = b.call(sfi.gather.default, n["mask"], n["sfi_held"], _layout(n["mask"], "bhqs"), "bhqs")
     held, mem_k, mem_v = memory
     return b.call(sfi.memory_attention.default, n["q"], mem_k, mem_v, held, mask, site.scale)
 
@@ -176,6 +152,5 @@ def _slow_branch(b: Builder, n: dict[str, fx.Node], site: Site, work: Work) -> f
     return b.call(torch.where, flags, out, remembered)
 
 
-def _named(node: fx.Node, layout: str) -> str:
-    sizes = example(node).shape
-    return "".join(name if name == "s" or size != 1 else "1" for name, size in zip(layout, sizes, strict=True))
+def _layout(node: fx.Node, letters: str) -> str:
+    return axes.named(letters, tuple(example(node).shape))

@@ -30,7 +30,6 @@ def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | 
     """
     config = Config.from_options(options)
     function = getattr(model, "forward", model)
-    function = getattr(function, "_torchdynamo_orig_callable", function)
     found: list[Report] = []
 
     def inspect(gm: fx.GraphModule) -> None:

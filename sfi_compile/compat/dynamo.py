@@ -41,12 +41,11 @@ def new_graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
     return _LazyGraphModule(root, graph)
 
 
-def copy_graph_module(gm: fx.GraphModule, graph: fx.Graph | None = None) -> fx.GraphModule:
-    """A module with its own copy of `graph` (default: `gm`'s), that still knows the sources of its inputs."""
-    source = gm.graph if graph is None else graph
+def copy_graph_module(gm: fx.GraphModule) -> fx.GraphModule:
+    """A module with its own copy of the graph, that still knows the sources of its inputs."""
     new = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
-    result = new.graph_copy(source, mapping)
+    result = new.graph_copy(gm.graph, mapping)
     if not any(n.op == "output" for n in new.nodes):
         new.output(result)
     for old, copied in mapping.items():
@@ -97,6 +96,8 @@ def trace_once(
 ) -> str | None:
     """Let Dynamo trace a call, show the graph to `see`, and stop before it is compiled or executed.
 
+    If `function` is compiled already, its original is traced.
+
     Returns:
         None, or the first line of the reason why Dynamo cannot trace the call as one graph.
     """
@@ -106,6 +107,7 @@ def trace_once(
         see(gm)
         raise _Stop
 
+    function = getattr(function, "_torchdynamo_orig_callable", function)
     try:
         torch.compile(function, backend=backend, fullgraph=True)(*args, **kwargs)
     except BackendCompilerFailed as failure:

@@ -1,4 +1,4 @@
-"""Inductor's private entry points. Checked on torch 2.11.0, 2.13.0; the same names exist in 2.12 and 2.14."""
+"""Inductor's private entry points. Checked on torch 2.11.0 and 2.13.0."""
 
 from __future__ import annotations
 

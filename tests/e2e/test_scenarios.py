@@ -210,7 +210,7 @@ def test_embeddings_instead_of_tokens_leave_the_interval_alone() -> None:
     embed = model.get_input_embeddings()
 
     def call(forward: Any, tokens: Tensor, cache: Any, position: int) -> Tensor:
-        return forward(inputs_embeds=embed(tokens), cache=cache, use_cache=True).logits
+        return forward(inputs_embeds=embed(tokens), use_cache=True, **{CACHE: cache}).logits
 
     decoder = dataclasses.replace(LLAMA, call=call)
     with eager_lowering():
@@ -220,6 +220,7 @@ def test_embeddings_instead_of_tokens_leave_the_interval_alone() -> None:
     assert sfi_compile.stats().triggers["boundary"] == 0
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 12), reason="the model itself fails under autocast, uncompiled")
 def test_autocast_is_dense_or_right() -> None:
     model, _ = LLAMA.build()
     fed = prompt(2, 6, 1)
