@@ -71,28 +71,30 @@ def over_memory(q: Tensor, mem_k: Tensor, mem_v: Tensor, mask: Tensor, scale: fl
     return unpack_queries(torch.matmul(weights.to(mem_v.dtype), mem_v), q.shape[1])
 
 
-def dense_row(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, length: int) -> tuple[Tensor, Tensor]:
-    """Dense attention of one row over its first `length` positions; the mask blocks the rest.
+def dense_row(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """Dense attention of one row.
 
     Args:
         q: [Hkv, G*Q, Dk].
         k: [Hkv, N, Dk].
         v: [Hkv, N, Dv].
-        mask: [1 or Hkv, 1 or G*Q, N].
+        mask: [1 or Hkv, 1 or G*Q, N]; None: everything is attended to.
         scale: factor of the logits.
-        length: positions to read (1..N).
 
     Returns:
-        output [Hkv, G*Q, Dv] in q's dtype, and the masked logits [Hkv, G*Q, length], float32 (float64 for float64).
+        output [Hkv, G*Q, Dv] in q's dtype, and the masked logits [Hkv, G*Q, N], float32 (float64 for float64).
     """
-    k, v, mask = k[:, :length], v[:, :length], mask[..., :length]
-    if q.dtype in (torch.float32, torch.float64):
-        logits = torch.matmul(q, k.transpose(-1, -2))
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scaled = q.to(wide) * scale
+    if q.dtype == wide:
+        logits = torch.matmul(scaled, k.transpose(-1, -2))
     else:
         # One head at a time: the float32 copy of the keys is then one head's, not the cache's.
-        logits = torch.stack([q[h].float() @ k[h].float().T for h in range(k.shape[0])])
-    logits = apply_mask(logits.mul_(scale), mask)
+        logits = torch.stack([scaled[h] @ k[h].to(wide).T for h in range(k.shape[0])])
+    if mask is not None:
+        logits = apply_mask(logits, mask)
     weights = torch.softmax(logits, dim=-1)
-    # As in eager attention, a query that may attend to nothing gets zeros, not 0/0.
-    weights = weights.masked_fill((logits == NEG_INF).all(-1, keepdim=True), 0.0)
+    if mask is not None:
+        # As in eager attention, a query that may attend to nothing gets zeros, not 0/0.
+        weights = weights.masked_fill_(logits.amax(-1, keepdim=True) == NEG_INF, 0.0)
     return torch.matmul(weights.to(v.dtype), v), logits

@@ -7,6 +7,7 @@ are wrong: a walk to a cache root, and a slice of what a value depends on, must 
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -143,13 +144,13 @@ class DataFlow:
         return not (nx.ancestors(self.digraph, predicate) & set(sites))
 
 
-def extract(module: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, list[fx.Node]]:
-    """A module that computes `node` alone, and the placeholders that it takes, in order.
+def extract(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node]]:
+    """A module that computes `nodes` alone (a tuple), and the placeholders that it takes, in order.
 
     Inputs that the slice writes into are copied first: computing the value early must not do the graph's work twice.
     """
     flow = DataFlow(module.graph)
-    needed = flow.slice_of(node)
+    needed = sorted({n for node in nodes for n in flow.slice_of(node)}, key=flow.order.__getitem__)
     inputs = [n for n in needed if n.op == "placeholder"]
     changed = {flow.origin(written) for n in needed for written in mutated_arguments(n)}
     graph = fx.Graph()
@@ -160,5 +161,5 @@ def extract(module: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, list
     for n in needed:
         if n.op != "placeholder":
             mapping[n] = graph.node_copy(n, mapping.__getitem__)
-    graph.output(mapping[node])
+    graph.output(tuple(mapping[n] for n in nodes))
     return fx.GraphModule(module, graph), inputs

@@ -64,6 +64,10 @@ class InsertGuards(Pass):
         with module.graph.inserting_after(last):
             predicate = builder.call(torch.any, inputs["sfi_slow_rows"])
             predicate.name = "sfi_any_slow"
+        with module.graph.inserting_before(match.sites[0].node):
+            # One for all sites, and a copy, because a layer may count on in place.
+            inputs["sfi_position"] = builder.method("clone", match.sites[0].position)
+            inputs["sfi_position"].name = "sfi_position"
         replaced: dict[fx.Node, fx.Node] = {}
         for i in range(len(match.sites)):
             site = match.sites[i]
@@ -85,10 +89,10 @@ def _guard_site(
     work: Work,
 ) -> fx.Node:
     """Replace one attention node; the node that now holds its value."""
-    names = ("q", "k", "v", "mask", "position", *SHARED, *PER_SITE)
+    names = ("q", "k", "v", "mask", "position", "sfi_position", *SHARED, *PER_SITE)
     operands = (
         *(site.query, site.key, site.value, site.mask, site.position),
-        *(inputs[name] for name in SHARED),
+        *(inputs[name] for name in ("sfi_position", *SHARED)),
         *(inputs[f"{name}_{number}"] for name in PER_SITE),
     )
     values = dict(zip(names, (example(n) for n in operands), strict=True))
@@ -140,16 +144,23 @@ def _slow_branch(b: Builder, n: dict[str, fx.Node], site: Site, work: Work) -> f
     rows, status = n["sfi_slow_rows"], n["sfi_status"]
     # Fast rows first: `pack` then rewrites the memory of the slow rows, whatever was appended to it.
     remembered = _fast_branch(b, n, site, work) if site.batch > 1 else None
-    qkv = (n["q"], n["k"], n["v"], n["mask"], rows)
-    both = b.call(sfi.dense_attention.default, *qkv, site.scale, work.min_context, status, n["sfi_context"])
-    out, logits = b.call(operator.getitem, both, 0), b.call(operator.getitem, both, 1)
-    selected = b.call(sfi.select.default, logits, n["k"], n["mask"], rows, status, n["position"], spec)
+    layout = memory_layout(site, work.config)
+    extent, log_position, held = _parts(b, 3, sfi.frame.default, n["mask"], rows, n["sfi_position"], spec, *layout)
+    attended = (n["q"], n["k"], n["v"], n["mask"], rows, extent)
+    found = (work.min_context, status, n["sfi_context"])
+    out, logits = _parts(b, 2, sfi.dense_attention.default, *attended, site.scale, *found)
+    selected = b.call(sfi.select.default, logits, n["k"], rows, status, extent, log_position, spec)
     memory = (n["sfi_held"], n["sfi_mem_k"], n["sfi_mem_v"])
-    b.call(sfi.pack.default, n["k"], n["v"], selected, n["mask"], rows, status, n["position"], spec, *memory)
+    b.call(sfi.pack.default, n["k"], n["v"], selected, held, rows, status, work.config.sink, *memory)
     if remembered is None:
         return out
     flags = b.call(torch.ops.aten.reshape.default, rows, [site.batch, 1, 1, 1])
     return b.call(torch.where, flags, out, remembered)
+
+
+def _parts(b: Builder, count: int, target: Any, *args: Any) -> tuple[fx.Node, ...]:
+    whole = b.call(target, *args)
+    return tuple(b.call(operator.getitem, whole, i) for i in range(count))
 
 
 def _layout(node: fx.Node, letters: str) -> str:

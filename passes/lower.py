@@ -65,8 +65,6 @@ def _trace(graph: fx.Graph, node: fx.Node) -> fx.Graph:
         full: list[Any] = list(node.args)
         for i, value in zip(given, values, strict=True):
             full[i] = value
-        if body is ops.plain["gather"] and len(full) == 4:
-            full.append(None)
         return body(*full)
 
     with mode, torch.no_grad():

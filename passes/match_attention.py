@@ -308,7 +308,8 @@ def _disturbing_write(found: axes.Trace, attention: fx.Node, flow: DataFlow) -> 
 
 def _guard(sites: list[Site], graph: fx.Graph, flow: DataFlow) -> Guard:
     last = sites[-1]
-    return Guard(last.position, _tokens(graph, flow, last.batch, last.query_len), last.key_write)
+    positions = dict.fromkeys(w.index for site in sites for w in (site.key_write, site.value_write))
+    return Guard(tuple(positions), _tokens(graph, flow, last.batch, last.query_len), last.key_write)
 
 
 def _tokens(graph: fx.Graph, flow: DataFlow, batch: int, query_len: int) -> fx.Node | None:

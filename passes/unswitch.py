@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -17,6 +17,8 @@ from sfi_compile.passes.base import Pass, VerificationError, Work
 from sfi_compile.passes.dataflow import DataFlow, is_impure
 
 _COND = torch.ops.higher_order.cond
+_SHARED = frozenset({torch.ops.sfi.frame.default})
+"""What sites have in common: computed once a step. Nothing that it reads is written within a step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,11 +45,12 @@ def _taken(guarded: fx.GraphModule, branch_argument: int) -> fx.GraphModule:
     """The graph in which every cond takes the branch at `branch_argument`."""
     module = copy_graph_module(guarded)
     graph = module.graph
+    shared: dict[Any, fx.Node] = {}
     for cond in [n for n in graph.nodes if n.target is _COND]:
         branch = getattr(module, str(cond.args[branch_argument].target))
         operands = dict(zip((n for n in branch.graph.nodes if n.op == "placeholder"), cond.args[3], strict=True))
         with graph.inserting_before(cond):
-            outputs = _inline(graph, branch.graph, operands)
+            outputs = _inline(graph, branch.graph, operands, shared)
         for user in list(cond.users):
             if user.target is not operator.getitem:
                 raise VerificationError(f"{user.name} uses a cond as a whole")
@@ -61,11 +64,20 @@ def _taken(guarded: fx.GraphModule, branch_argument: int) -> fx.GraphModule:
     return module
 
 
-def _inline(graph: fx.Graph, branch: fx.Graph, mapping: dict[fx.Node, fx.Node]) -> tuple[fx.Node, ...]:
-    """Copy the nodes of `branch` into `graph` at its insertion point; the nodes of its outputs."""
+def _inline(
+    graph: fx.Graph, branch: fx.Graph, mapping: dict[fx.Node, fx.Node], shared: dict[Any, fx.Node]
+) -> tuple[fx.Node, ...]:
+    """Copy the nodes of `branch` into `graph` at its insertion point; the nodes of its outputs.
+
+    What another branch has computed from the same nodes is not computed again, for the operators in `_SHARED`.
+    """
     for node in branch.nodes:
         if node.op == "output":
             return tuple(mapping[n] for n in node.args[0])
-        if node.op != "placeholder":
-            mapping[node] = graph.node_copy(node, mapping.__getitem__)
+        if node.op == "placeholder":
+            continue
+        key = (node.target, fx.map_arg(node.args, mapping.__getitem__)) if node.target in _SHARED else node
+        if key not in shared:
+            shared[key] = graph.node_copy(node, mapping.__getitem__)
+        mapping[node] = shared[key]
     raise VerificationError("a branch without output")

@@ -18,6 +18,7 @@ from sfi_compile.compat.dynamo import needs_gradients
 from sfi_compile.compat.inductor import compile_graph, mode_patches
 from sfi_compile.config import Config
 from sfi_compile.cost_model import CostModel, SiteShape
+from sfi_compile.diagnostics import DenseGraph
 from sfi_compile.passes import pipeline
 from sfi_compile.passes.base import VerificationError, Work
 from sfi_compile.passes.dataflow import extract
@@ -45,13 +46,13 @@ def sfi(gm: fx.GraphModule, example_inputs: Sequence[Any], **settings: Any) -> C
     if is_prefill(gm.graph):
         return compile_graph(gm, example_inputs, patches)
     if needs_gradients(example_inputs):
-        _note(_GRADIENTS)
-        return compile_graph(gm, example_inputs, patches)
+        _announce((_GRADIENTS,))
+        return _left_dense(compile_graph(gm, example_inputs, patches), (_GRADIENTS,))
 
     work = analyse(gm, config)
     _report(work.matched, config)
     if not work.pays:
-        return compile_graph(gm, example_inputs, patches)
+        return _left_dense(compile_graph(gm, example_inputs, patches), work.matched.rejections)
 
     guard = _guard_inputs(work.matched, work.graph)
     work = pipeline.run(pipeline.REWRITE, work, first_stage=len(pipeline.ANALYSIS))
@@ -60,7 +61,9 @@ def sfi(gm: fx.GraphModule, example_inputs: Sequence[Any], **settings: Any) -> C
     slow, fast = (compile_graph(module, inputs, patches) for module in work.variants)
     diagnostics.counters.graphs += 1
     state = {s.name: s.allocate() for s in work.state}
-    return DecodeRunner(slow, fast, guard, state, config, len(work.matched.sites))
+    runner = DecodeRunner(slow, fast, guard, state, config, len(work.matched.sites))
+    diagnostics.rejected[runner] = work.matched.rejections
+    return runner
 
 
 def analyse(gm: fx.GraphModule, config: Config) -> Work:
@@ -104,16 +107,25 @@ def _report(match: MatchResult, config: Config) -> None:
     """One log line per rejection; an error with `strict=True`."""
     if match.rejections and config.strict:
         raise RejectedSitesError(match.rejections)
-    for rejection in match.rejections:
-        _note(rejection)
+    _announce(match.rejections)
     if not match.sites and not match.rejections:
         log.info("sfi: a graph without attention is compiled by plain Inductor")
 
 
-def _note(rejection: Rejection) -> None:
-    if rejection not in diagnostics.counters.rejections:
-        diagnostics.counters.rejections[rejection] = None
-        log.warning("sfi: left dense: %s", rejection)
+def _left_dense(call: Callable[..., Any], rejections: tuple[Rejection, ...]) -> Callable[..., Any]:
+    """The graph as plain Inductor compiled it; `stats()` tells why for as long as it lives."""
+    if not rejections:
+        return call
+    graph = DenseGraph(call)
+    diagnostics.rejected[graph] = rejections
+    return graph
+
+
+def _announce(rejections: tuple[Rejection, ...]) -> None:
+    known = diagnostics.rejections()
+    for rejection in rejections:
+        if rejection not in known:
+            log.warning("sfi: left dense: %s", rejection)
 
 
 def _guard_inputs(match: MatchResult, module: fx.GraphModule) -> GuardInputs:
@@ -122,10 +134,10 @@ def _guard_inputs(match: MatchResult, module: fx.GraphModule) -> GuardInputs:
     if guard is None:
         raise VerificationError("sites without a guard")
     inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
-    position, used = extract(module, guard.position)
+    positions, used = extract(module, guard.positions)
     layout = guard.write.layout
     return GuardInputs(
-        position=position,
+        positions=positions,
         position_arguments=tuple(inputs.index(n) for n in used),
         tokens=None if guard.tokens is None else inputs.index(guard.tokens),
         root=inputs.index(guard.write.root),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sfi_compile.cost_model import CostModel
@@ -35,7 +36,7 @@ class Stats:
     sites: int
     """Attention sites rewritten, over all graphs that are alive."""
     rejections: tuple[Rejection, ...]
-    """Sites left dense in decode graphs, and decode graphs left dense."""
+    """Sites left dense in decode graphs, and decode graphs left dense, over all graphs that are alive."""
     graphs: int
     """Decode graphs compiled into a slow and a fast one."""
     memory_bytes: int
@@ -60,11 +61,28 @@ class Counters:
     support_sum: float = 0.0
     retention_sum: float = 0.0
     graphs: int = 0
-    rejections: dict[Rejection, None] = dataclasses.field(default_factory=dict)
+
+
+class DenseGraph:
+    """A decode graph that stays dense as a whole."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call = call
+
+    def __call__(self, *args: Any) -> Any:
+        """Run it, as plain Inductor compiled it."""
+        return self.call(*args)
 
 
 counters = Counters()
 runners: weakref.WeakSet[DecodeRunner] = weakref.WeakSet()
+rejected: weakref.WeakKeyDictionary[DenseGraph | DecodeRunner, tuple[Rejection, ...]] = weakref.WeakKeyDictionary()
+"""What stayed dense in each graph that is alive, in the order of their compilation."""
+
+
+def rejections() -> tuple[Rejection, ...]:
+    """Of all graphs that are alive, each once."""
+    return tuple(dict.fromkeys(rejection for found in rejected.values() for rejection in found))
 
 
 def stats() -> Stats:
@@ -79,7 +97,7 @@ def stats() -> Stats:
         support=c.support_sum / c.fast_rows if c.fast_rows else None,
         retention=c.retention_sum / c.fast_rows if c.fast_rows else None,
         sites=sum(r.sites for r in runners),
-        rejections=tuple(c.rejections),
+        rejections=rejections(),
         graphs=c.graphs,
         memory_bytes=sum(r.memory_bytes for r in runners),
     )
@@ -89,9 +107,8 @@ def reset() -> None:
     """Drop every memory and zero the step counters. Compiled graphs and what is known of them stay."""
     for runner in runners:
         runner.drop_memory()
-    kept = {"graphs": counters.graphs, "rejections": counters.rejections}
     for field in dataclasses.fields(Counters):
-        if field.name not in kept:
+        if field.name != "graphs":
             setattr(counters, field.name, getattr(Counters(), field.name))
 
 

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import enum
 import functools
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,17 +30,38 @@ class RowStatus(enum.IntEnum):
     """The context is below the threshold: dense, no memory."""
     NOT_FINITE = 2
     """Attention gave NaN or infinity: dense, no memory."""
+    SPLIT = 3
+    """The sites write to different positions: dense, no memory."""
 
 
 def _flagged(rows: Tensor) -> list[int]:
     return [b for b, flag in enumerate(rows.tolist()) if flag]
 
 
-_HOST = (torch._C.Tag.cudagraph_unsafe,)
-"""Operators that read flags on the host must stay outside CUDA graphs."""
+_Body = TypeVar("_Body", bound=Callable[..., Any])
 
 
-@torch.library.custom_op("sfi::gather", mutates_args=())
+def _operator(*written: str, reads_flags: bool = False) -> Callable[[_Body], _Body]:
+    """Register a function as `sfi::` operator of its name, for all devices.
+
+    Without `torch.library.custom_op`'s wrappers, which take longer than the small operators of a step themselves.
+
+    Args:
+        written: the arguments that it changes in place.
+        reads_flags: it reads flags on the host, and must stay outside CUDA graphs.
+    """
+    tags = (torch._C.Tag.cudagraph_unsafe,) if reads_flags else ()
+
+    def register(body: _Body) -> _Body:
+        name = f"sfi::{body.__name__}"
+        torch.library.define(name, torch.library.infer_schema(body, mutates_args=written), tags=tags)
+        torch.library.impl(name, "default", body)
+        return body
+
+    return register
+
+
+@_operator()
 def gather(x: Tensor, index: Tensor, layout: str, out: str, rows: Tensor | None = None) -> Tensor:
     """Gather along the sequence axis, with named axes.
 
@@ -49,10 +73,6 @@ def gather(x: Tensor, index: Tensor, layout: str, out: str, rows: Tensor | None 
             which take the index's.
         rows: int64 [Q]: which entries of axis q to take (None: all).
     """
-    return _gather(x, index, layout, out, rows)
-
-
-def _gather(x: Tensor, index: Tensor, layout: str, out: str, rows: Tensor | None) -> Tensor:
     rank = len(out)
 
     def place(t: Tensor, axis: int) -> Tensor:
@@ -83,18 +103,75 @@ def _gather(x: Tensor, index: Tensor, layout: str, out: str, rows: Tensor | None
     return x[tuple(indices)]
 
 
-@gather.register_fake
+@torch.library.register_fake("sfi::gather")
 def _(x: Tensor, index: Tensor, layout: str, out: str, rows: Tensor | None = None) -> Tensor:
-    return _gather(x, index, layout, out, rows)
+    return gather(x, index, layout, out, rows)
 
 
-@torch.library.custom_op("sfi::dense_attention", mutates_args=("status", "context"), tags=_HOST)
+@functools.lru_cache(maxsize=64)
+def parse_spec(text: str) -> SelectorSpec:
+    """The selector spec that a graph carries as text."""
+    return SelectorSpec.from_text(text)
+
+
+def _refreshing(slow_rows: Tensor, status: Tensor) -> list[int]:
+    return _flagged(slow_rows & (status == int(RowStatus.READY)))
+
+
+@_operator(reads_flags=True)
+def frame(
+    mask: Tensor, slow_rows: Tensor, position: Tensor, spec: str, selected_end: int, slots: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a refresh needs that is the same for every site under one mask. Of the slow rows; undefined in others.
+
+    Args:
+        mask: bool or float, broadcastable to [B, Hq, Q, N].
+        slow_rows: bool [B].
+        position: int64 [Q]; the last is the position of the refresh.
+        spec: `SelectorSpec.to_text()`.
+        selected_end: first slot of the recent segment (sink + k_head).
+        slots: slots of the memory.
+
+    Returns:
+        extent int64 [B, 2]: number of tokens that the last query may attend to with any head, and one past the last of
+        them (at least 1); log_position float32 [B, N], the selector's, -inf off its candidates; held int64 [B, slots]:
+        the support but for the selected tokens, -1 for empty.
+    """
+    parsed = parse_spec(spec)
+    size, last = mask.shape[-1], int(position[-1])
+    extent = torch.zeros(slow_rows.shape[0], 2, dtype=torch.int64, device=mask.device)
+    log_position = torch.full((extent.shape[0], size), attention.NEG_INF, device=mask.device)
+    held = torch.full((extent.shape[0], slots), -1, dtype=torch.int64, device=mask.device)
+    for b in _flagged(slow_rows):
+        allowed = attention.may_attend(mask[b if mask.shape[0] > 1 else 0][:, -1]).any(0)
+        extent[b, 0] = allowed.sum()
+        extent[b, 1] = (allowed * torch.arange(1, size + 1, device=mask.device)).max().clamp_min(1)
+        candidates = support.candidates(allowed, last, parsed.sink, parsed.recent)
+        log_position[b] = selector.log_position(candidates, parsed)
+        held[b] = support.frame(allowed, last, parsed.sink, parsed.recent, selected_end, slots)
+    return extent, log_position, held
+
+
+@torch.library.register_fake("sfi::frame")
+def _(
+    mask: Tensor, slow_rows: Tensor, position: Tensor, spec: str, selected_end: int, slots: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch = slow_rows.shape[0]
+    return (
+        mask.new_empty(batch, 2, dtype=torch.int64),
+        mask.new_empty(batch, mask.shape[-1], dtype=torch.float32),
+        mask.new_empty(batch, slots, dtype=torch.int64),
+    )
+
+
+@_operator("status", "context", reads_flags=True)
 def dense_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     mask: Tensor,
     slow_rows: Tensor,
+    extent: Tensor,
     scale: float,
     min_context: int,
     status: Tensor,
@@ -108,6 +185,7 @@ def dense_attention(
         v: [B, Hkv, N, Dv].
         mask: bool or float, broadcastable to [B, Hq, Q, N].
         slow_rows: bool [B].
+        extent: int64 [B, 2], of `sfi::frame`.
         scale: factor of the logits.
         min_context: valid tokens from which a row keeps a memory; a row without any never does.
         status: int64 [B] of `RowStatus`, written for slow rows: raised to SHORT or NOT_FINITE where that holds.
@@ -123,39 +201,35 @@ def dense_attention(
     packed_mask = attention.pack_mask(mask, query_heads, kv_heads, query_len)
     out = q.new_zeros(batch, kv_heads, packed.shape[2], v.shape[-1])
     logits = torch.empty(batch, kv_heads, packed.shape[2], size, dtype=torch.float32, device=q.device)
+    # One mask for all queries and heads, of the kind that only blocks.
+    plain_mask = mask.dtype == torch.bool and packed_mask.shape[1:3] == (1, 1)
+    extents = extent.tolist()
     for b in _flagged(slow_rows):
-        allowed = _allowed(mask, b)
-        length = _length(allowed)
-        row_mask = packed_mask[b if packed_mask.shape[0] > 1 else 0]
-        out[b], row_logits = attention.dense_row(packed[b], k[b], v[b], row_mask, scale, length)
+        valid, length = extents[b]
+        row_mask = packed_mask[b if packed_mask.shape[0] > 1 else 0, ..., :length]
+        blocks = not plain_mask or valid < length
+        # Slots past the length are masked, and may hold anything.
+        out[b], row_logits = attention.dense_row(
+            packed[b], k[b, :, :length], v[b, :, :length], row_mask if blocks else None, scale
+        )
         logits[b, ..., :length] = row_logits
         logits[b, ..., length:] = attention.NEG_INF
-        context[b] = allowed.sum()
-        if int(context[b]) < max(min_context, 1):
+        context[b] = valid
+        if valid < max(min_context, 1):
             status[b].clamp_(min=RowStatus.SHORT)
-        if not bool(out[b].isfinite().all()):
+        if not math.isfinite(out[b].abs().amax()):
             status[b].clamp_(min=RowStatus.NOT_FINITE)
     return attention.unpack_queries(out, query_heads), logits
 
 
-def _allowed(mask: Tensor, b: int) -> Tensor:
-    """Bool [N]: what the last query of row `b` may attend to with any head."""
-    row = mask[b if mask.shape[0] > 1 else 0]
-    return attention.may_attend(row[:, -1]).any(0)
-
-
-def _length(allowed: Tensor) -> int:
-    """One past the last allowed position (at least 1): slots past it are masked, and may hold anything."""
-    return max(1, int((allowed * torch.arange(1, allowed.shape[0] + 1, device=allowed.device)).max()))
-
-
-@dense_attention.register_fake
+@torch.library.register_fake("sfi::dense_attention")
 def _(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     mask: Tensor,
     slow_rows: Tensor,
+    extent: Tensor,
     scale: float,
     min_context: int,
     status: Tensor,
@@ -166,29 +240,19 @@ def _(
     return q.new_empty(*q.shape[:3], v.shape[-1]), logits
 
 
-@functools.lru_cache(maxsize=64)
-def parse_spec(text: str) -> SelectorSpec:
-    """The selector spec that a graph carries as text."""
-    return SelectorSpec.from_text(text)
-
-
-def _refreshing(slow_rows: Tensor, status: Tensor) -> list[int]:
-    return _flagged(slow_rows & (status == int(RowStatus.READY)))
-
-
-@torch.library.custom_op("sfi::select", mutates_args=(), tags=_HOST)
+@_operator(reads_flags=True)
 def select(
-    logits: Tensor, keys: Tensor, mask: Tensor, slow_rows: Tensor, status: Tensor, position: Tensor, spec: str
+    logits: Tensor, keys: Tensor, slow_rows: Tensor, status: Tensor, extent: Tensor, log_position: Tensor, spec: str
 ) -> Tensor:
     """Evidence → selection, for the slow rows that are ready for a memory.
 
     Args:
         logits: float32 [B, Hkv, G*Q, N], -inf where masked.
         keys: [B, Hkv, N, Dk].
-        mask: the site's mask, broadcastable to [B, Hq, Q, N].
         slow_rows: bool [B].
         status: int64 [B] of `RowStatus`.
-        position: int64 [Q]; the last is the position of the refresh.
+        extent: int64 [B, 2], of `sfi::frame`.
+        log_position: float32 [B, N], of `sfi::frame`.
         spec: `SelectorSpec.to_text()`.
 
     Returns:
@@ -197,35 +261,32 @@ def select(
     parsed = parse_spec(spec)
     k = min(parsed.k_head, keys.shape[2])
     out = torch.full((keys.shape[0], keys.shape[1], k), -1, dtype=torch.int64, device=keys.device)
-    last = int(position[-1])
+    lengths = extent[:, 1].tolist()
     for b in _refreshing(slow_rows, status):
-        allowed = _allowed(mask, b)
-        usable = support.candidates(allowed, last, parsed.sink, parsed.recent)
         # The selector's work grows with what is valid, not with what is allocated.
-        length = _length(allowed)
-        chosen = selector.select(logits[b, ..., :length], keys[b, :, :length], usable[:length], parsed)
+        n = lengths[b]
+        chosen = selector.select(logits[b, ..., :n], keys[b, :, :n], log_position[b, :n], parsed)
         out[b, :, : chosen.shape[-1]] = chosen
     return out
 
 
-@select.register_fake
+@torch.library.register_fake("sfi::select")
 def _(
-    logits: Tensor, keys: Tensor, mask: Tensor, slow_rows: Tensor, status: Tensor, position: Tensor, spec: str
+    logits: Tensor, keys: Tensor, slow_rows: Tensor, status: Tensor, extent: Tensor, log_position: Tensor, spec: str
 ) -> Tensor:
     k = min(parse_spec(spec).k_head, keys.shape[2])
     return keys.new_empty(keys.shape[0], keys.shape[1], k, dtype=torch.int64)
 
 
-@torch.library.custom_op("sfi::pack", mutates_args=("held", "mem_k", "mem_v"), tags=_HOST)
+@_operator("held", "mem_k", "mem_v", reads_flags=True)
 def pack(
     k: Tensor,
     v: Tensor,
     selected: Tensor,
-    mask: Tensor,
+    frame: Tensor,
     slow_rows: Tensor,
     status: Tensor,
-    position: Tensor,
-    spec: str,
+    sink: int,
     held: Tensor,
     mem_k: Tensor,
     mem_v: Tensor,
@@ -236,34 +297,29 @@ def pack(
         k: [B, Hkv, N, Dk].
         v: [B, Hkv, N, Dv].
         selected: int64 [B, Hkv, k_head].
-        mask: the site's mask.
+        frame: int64 [B, S]: the support but for the selected tokens, of `sfi::frame`.
         slow_rows: bool [B].
         status: int64 [B] of `RowStatus`.
-        position: int64 [Q].
-        spec: `SelectorSpec.to_text()`.
+        sink: first slot of the selected tokens.
         held: int64 [B, Hkv, S], written: position in each slot, -1 for empty.
         mem_k: [B, Hkv, S, Dk], written.
         mem_v: [B, Hkv, S, Dv], written.
     """
-    parsed = parse_spec(spec)
-    last = int(position[-1])
     for b in _refreshing(slow_rows, status):
-        row = support.support_of_row(_allowed(mask, b), selected[b], last, parsed.sink, parsed.recent, held.shape[-1])
-        held[b] = row
-        mem_k[b] = support.gather_rows(k[b], row)
-        mem_v[b] = support.gather_rows(v[b], row)
+        held[b] = frame[b]
+        held[b, :, sink : sink + selected.shape[-1]] = selected[b]
+        support.copy_rows(held[b], (k[b], mem_k[b]), (v[b], mem_v[b]))
 
 
-@pack.register_fake
+@torch.library.register_fake("sfi::pack")
 def _(
     k: Tensor,
     v: Tensor,
     selected: Tensor,
-    mask: Tensor,
+    frame: Tensor,
     slow_rows: Tensor,
     status: Tensor,
-    position: Tensor,
-    spec: str,
+    sink: int,
     held: Tensor,
     mem_k: Tensor,
     mem_v: Tensor,
@@ -271,7 +327,7 @@ def _(
     return None
 
 
-@torch.library.custom_op("sfi::append", mutates_args=("held", "mem_k", "mem_v"))
+@_operator("held", "mem_k", "mem_v")
 def append(
     new_k: Tensor,
     new_v: Tensor,
@@ -296,20 +352,6 @@ def append(
         mem_k: [B, Hkv, S, Dk], written.
         mem_v: [B, Hkv, S, Dv], written.
     """
-    _append(new_k, new_v, position, refreshed_at, selected_end, recent, held, mem_k, mem_v)
-
-
-def _append(
-    new_k: Tensor,
-    new_v: Tensor,
-    position: Tensor,
-    refreshed_at: Tensor,
-    selected_end: int,
-    recent: int,
-    held: Tensor,
-    mem_k: Tensor,
-    mem_v: Tensor,
-) -> None:
     slots = held.shape[-1]
     position = position.long()
     slot = support.append_slot(position[-1], refreshed_at, selected_end, recent, slots)
@@ -319,7 +361,7 @@ def _append(
     mem_v[rows, :, slot] = new_v[:, :, 0]
 
 
-@append.register_fake
+@torch.library.register_fake("sfi::append")
 def _(
     new_k: Tensor,
     new_v: Tensor,
@@ -334,7 +376,7 @@ def _(
     return None
 
 
-@torch.library.custom_op("sfi::memory_attention", mutates_args=())
+@_operator()
 def memory_attention(q: Tensor, mem_k: Tensor, mem_v: Tensor, held: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Attention over the memory (the fast path).
 
@@ -349,10 +391,6 @@ def memory_attention(q: Tensor, mem_k: Tensor, mem_v: Tensor, held: Tensor, mask
     Returns:
         [B, Hq, Q, Dv].
     """
-    return _memory_attention(q, mem_k, mem_v, held, mask, scale)
-
-
-def _memory_attention(q: Tensor, mem_k: Tensor, mem_v: Tensor, held: Tensor, mask: Tensor, scale: float) -> Tensor:
     full = (held >= 0).unsqueeze(2)
     if mask.dtype == torch.bool:
         mask = mask & full
@@ -363,10 +401,10 @@ def _memory_attention(q: Tensor, mem_k: Tensor, mem_v: Tensor, held: Tensor, mas
     return attention.over_memory(q, mem_k, mem_v, mask, scale)
 
 
-@memory_attention.register_fake
+@torch.library.register_fake("sfi::memory_attention")
 def _(q: Tensor, mem_k: Tensor, mem_v: Tensor, held: Tensor, mask: Tensor, scale: float) -> Tensor:
     return q.new_empty(*q.shape[:3], mem_v.shape[-1])
 
 
-plain = {"gather": _gather, "append": _append, "memory_attention": _memory_attention}
+plain = {"gather": gather, "append": append, "memory_attention": memory_attention}
 """Operators whose plain body is meant to be traced into the graph, so that Inductor compiles it."""

@@ -26,8 +26,9 @@ log = logging.getLogger("sfi_compile")
 class GuardInputs:
     """Where the guard finds its inputs among the graph's."""
 
-    position: Callable[..., Tensor]
-    """Computes the step's positions (int [query_len]) from the inputs at `position_arguments`, without side effects."""
+    positions: Callable[..., tuple[Tensor, ...]]
+    """Computes where the sites write (int [query_len] each) from the inputs at `position_arguments`, without side
+    effects."""
     position_arguments: tuple[int, ...]
     tokens: int | None
     root: int
@@ -78,10 +79,10 @@ class DecodeRunner:
             IndexError: the position lies outside the cache.
         """
         root: Tensor = args[self.guard.root]
-        position, why = self._decide(args, root)
+        position, why, status = self._decide(args, root)
         slow = any(why)
         if slow:
-            self._announce(why)
+            self._announce(why, status)
         # Until the step is done, no row may trust what is half done: an error leaves all rows slow.
         self.next_position = None
         out = (self.slow if slow else self.fast)(*args, *self.arguments)
@@ -91,10 +92,11 @@ class DecodeRunner:
         self._remember(root, position)
         return out
 
-    def _decide(self, args: Sequence[Any], root: Tensor) -> tuple[int, list[Trigger | None]]:
+    def _decide(self, args: Sequence[Any], root: Tensor) -> tuple[int, list[Trigger | None], RowStatus]:
+        """The step's position, why each row must be slow (None: it may be fast), and what slow rows start from."""
         g = self.guard
-        position_tensor = g.position(*(args[i] for i in g.position_arguments))
-        flags: list[Tensor] = [position_tensor[-1:].long()]
+        positions = g.positions(*(args[i] for i in g.position_arguments))
+        flags: list[Tensor] = [position[-1:].long() for position in positions]
         trusted = self.next_position is not None and self.fingerprint is not None and self._same_version(root)
         if g.tokens is not None and self.boundary:
             flags.append(args[g.tokens][:, -1].long())
@@ -106,19 +108,23 @@ class DecodeRunner:
                 same = same.movedim(g.batch_axis - (g.batch_axis > g.axis), 0)
             flags.append(same.flatten(1).all(1).long())
         values = torch.cat(flags).tolist()  # the one read of a step
-        position, rest = values[0], values[1:]
-        if not 0 <= position < root.shape[g.axis]:
+        found, rest = values[: len(positions)], values[len(positions) :]
+        if not 0 <= min(found) <= max(found) < root.shape[g.axis]:
             raise IndexError(
-                f"sfi: position {position} lies outside the cache, which holds {root.shape[g.axis]} positions; "
-                "give the cache a larger max_cache_len"
+                f"sfi: position {max(found, key=abs)} lies outside the cache, which holds {root.shape[g.axis]} "
+                "positions; give the cache a larger max_cache_len"
             )
+        position = found[0]
         tokens = rest[: g.batch] if g.tokens is not None and self.boundary else [None] * g.batch
-        continues = rest[-g.batch :] if trusted and position == self.next_position else [0] * g.batch
+        # A memory has one position. A slow step needs none, so such a step is slow, and no row gets a memory.
+        split = len(set(found)) > 1
+        trusted = trusted and position == self.next_position and not split
+        continues = rest[-g.batch :] if trusted else [0] * g.batch
         why = [
             trigger(row, self.config, position, bool(same), token in self.boundary)
             for row, token, same in zip(self.rows, tokens, continues, strict=True)
         ]
-        return position, why
+        return position, why, RowStatus.SPLIT if split else RowStatus.READY
 
     def _same_version(self, root: Tensor) -> bool:
         """The same memory, into which nobody else wrote since our last step, as far as torch tracks it.
@@ -130,10 +136,10 @@ class DecodeRunner:
             return False
         return self.version is None or root.is_inference() or root._version == self.version
 
-    def _announce(self, why: list[Trigger | None]) -> None:
+    def _announce(self, why: list[Trigger | None], status: RowStatus) -> None:
         slow_rows = torch.tensor([w is not None for w in why])
         self.state["sfi_slow_rows"].copy_(slow_rows)
-        self.state["sfi_status"].masked_fill_(self.state["sfi_slow_rows"], int(RowStatus.READY))
+        self.state["sfi_status"].masked_fill_(self.state["sfi_slow_rows"], int(status))
 
     def _settle(self, position: int, why: list[Trigger | None]) -> None:
         status, context = torch.stack([self.state["sfi_status"], self.state["sfi_context"]]).tolist()

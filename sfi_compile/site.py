@@ -122,8 +122,11 @@ class Site:
 class Guard:
     """What the step predicate reads: one predicate for all sites of a decode graph."""
 
-    position: fx.Node
-    """Position of the step (int tensor [query_len]); taken from the last site's key write."""
+    positions: tuple[fx.Node, ...]
+    """Where the sites write keys and values (int tensors [query_len]), each node once, the first site's first.
+
+    Every layer may keep a counter of its own; the runtime checks that they agree.
+    """
     tokens: fx.Node | None
     """Placeholder [batch, query_len] of the token ids fed, or None (then only the interval triggers)."""
     write: CacheWrite

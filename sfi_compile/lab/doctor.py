@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import sfi_compile
 from sfi_compile.lab.bench import versions
+from sfi_compile.lab.decode import forget_graphs
 
 STEPS = 40
 """Tokens that the self-check decodes."""
@@ -87,7 +88,7 @@ def _compiler(device: str) -> Check:
 def self_check(device: str = "cpu") -> Check:
     """Decode with `backend="sfi"`; compare every slow step with the same model run eagerly on a copy of the cache."""
     hint = "run again with TORCH_LOGS=dynamo,graph_breaks; report what it prints together with the versions above"
-    torch._dynamo.reset()
+    forget_graphs()
     sfi_compile.reset()
     earlier = sfi_compile.stats().sites
     generator = torch.Generator().manual_seed(0)

@@ -24,6 +24,5 @@ def _fresh() -> Iterator[None]:
     gc.collect()  # graphs of the last test would still be counted
     sfi_compile.reset()
     diagnostics.counters.graphs = 0
-    diagnostics.counters.rejections.clear()
     yield
     torch._dynamo.reset()

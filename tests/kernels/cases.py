@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from sfi_compile.config import Config
 from sfi_compile.kernels import reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -135,10 +136,25 @@ def dense(case: Attention, min_context: int = 0) -> tuple[Tensor, Tensor, Tensor
     """(output, logits, status, context) of `sfi::dense_attention`; status starts at 0, context at -7."""
     status = torch.zeros(case.q.shape[0], dtype=torch.int64)
     context = torch.full_like(status, -7)
+    extent = frame(case)[0]
     both = torch.ops.sfi.dense_attention(
-        case.q, case.k, case.v, case.mask, case.slow_rows, case.scale, min_context, status, context
+        case.q, case.k, case.v, case.mask, case.slow_rows, extent, case.scale, min_context, status, context
     )
     return *both, status, context
+
+
+def frame(case: Attention, config: Config | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """(extent, log_position, held) of `sfi::frame`, for a refresh at the last position of the longest row."""
+    config = config or Config()
+    queries, size = case.q.shape[2], case.k.shape[2]
+    position = torch.arange(max(case.lengths) - queries, max(case.lengths))
+    selected_end = config.sink + min(config.k_head, size)
+    slots = selected_end + config.recent + config.refresh_interval
+    spec = config.selector().to_text()
+    found: tuple[Tensor, Tensor, Tensor] = torch.ops.sfi.frame(
+        case.mask, case.slow_rows, position, spec, selected_end, slots
+    )
+    return found
 
 
 @contextmanager

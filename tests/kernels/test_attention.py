@@ -93,7 +93,7 @@ def test_a_status_is_only_ever_raised() -> None:
     one, yes = torch.ones(1, 1, 1, 4), torch.tensor([True])
     case = Attention(one, one, one, yes.reshape(1, 1, 1, 1), yes, 1.0, (1,))
     status, context = torch.tensor([int(RowStatus.NOT_FINITE)]), torch.zeros(1, dtype=torch.int64)
-    operands = (case.q, case.k, case.v, case.mask, case.slow_rows, case.scale)
+    operands = (case.q, case.k, case.v, case.mask, case.slow_rows, torch.ones(1, 2, dtype=torch.int64), case.scale)
     torch.ops.sfi.dense_attention(*operands, 5, status, context)
     assert status.tolist() == [RowStatus.NOT_FINITE]
 

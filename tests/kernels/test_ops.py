@@ -47,10 +47,11 @@ def whole_step(case: Attention, position: int) -> tuple[Tensor, ...]:
     memory = state(batch, kv_heads, slots, key_dim, case.v.shape[-1], case.k.dtype)
     status, context = torch.zeros(batch, dtype=torch.int64), torch.zeros(batch, dtype=torch.int64)
     at = torch.tensor([position])
-    operands = (case.q, case.k, case.v, case.mask, case.slow_rows, case.scale, 3, status, context)
+    extent, log_position, held = SFI.frame(case.mask, case.slow_rows, at, SPEC, selected_end, slots)
+    operands = (case.q, case.k, case.v, case.mask, case.slow_rows, extent, case.scale, 3, status, context)
     out, logits = SFI.dense_attention(*operands)
-    selected = SFI.select(logits, case.k, case.mask, case.slow_rows, status, at, SPEC)
-    SFI.pack(case.k, case.v, selected, case.mask, case.slow_rows, status, at, SPEC, *memory)
+    selected = SFI.select(logits, case.k, case.slow_rows, status, extent, log_position, SPEC)
+    SFI.pack(case.k, case.v, selected, held, case.slow_rows, status, CONFIG.sink, *memory)
     token = (case.q[:, :: case.q.shape[1] // kv_heads, :1, :], out[:, :: case.q.shape[1] // kv_heads, :1, :])
     refreshed_at = torch.full((batch,), position)
     SFI.append(*token, at + 1, refreshed_at, selected_end, CONFIG.recent, *memory)
@@ -138,17 +139,19 @@ def arguments_of(name: str, dtype: torch.dtype) -> tuple[Any, ...]:
     memory = state(2, 3, 14, 8, 5, dtype)
     selected = torch.tensor([[[3, 5, 7, -1, -1]] * 3] * 2)
     logits = torch.randn(2, 3, 2, 20, generator=g).masked_fill(~mask, -torch.inf)
+    extent, log_position, held = SFI.frame(mask, slow_rows, at, SPEC, 7, 14)
     return {
         "gather": (k, memory[0], "bhsd", "bhsd"),
-        "dense_attention": (q, k, v, mask, slow_rows, 0.3, 5, status, context),
-        "select": (logits, k, mask, slow_rows, status, at, SPEC),
-        "pack": (k, v, selected, mask, slow_rows, status, at, SPEC, *memory),
+        "frame": (mask, slow_rows, at, SPEC, 7, 14),
+        "dense_attention": (q, k, v, mask, slow_rows, extent, 0.3, 5, status, context),
+        "select": (logits, k, slow_rows, status, extent, log_position, SPEC),
+        "pack": (k, v, selected, held, slow_rows, status, CONFIG.sink, *memory),
         "append": (k[:, :, :1], v[:, :, :1], at + 1, at.expand(2).clone(), 7, 4, *memory),
         "memory_attention": (q, memory[1], memory[2], memory[0], mask[:, :, :, :14].expand(2, 3, 1, 14), 0.3),
     }[name]
 
 
-NAMES = ["gather", "dense_attention", "select", "pack", "append", "memory_attention"]
+NAMES = ["gather", "frame", "dense_attention", "select", "pack", "append", "memory_attention"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -163,7 +166,7 @@ def test_the_traced_body_is_the_operator(name: str) -> None:
     """`lower` puts the plain body in the operator's place."""
     one, two = arguments_of(name, torch.float32), arguments_of(name, torch.float32)
     plain: Any = ops.plain[name]
-    body = plain(*one, *([None] if name == "gather" else []))
+    body = plain(*one)
     found = getattr(SFI, name)(*two)
     results = [*zip(one, two, strict=True), (body, found)]
     pairs = [(a, b) for a, b in results if isinstance(a, Tensor)]
@@ -182,4 +185,4 @@ def test_every_operator_is_covered() -> None:
 
 def test_operators_that_read_flags_stay_out_of_cuda_graphs() -> None:
     unsafe = {n for n in NAMES if torch._C.Tag.cudagraph_unsafe in getattr(SFI, n).default.tags}
-    assert unsafe == {"dense_attention", "select", "pack"}
+    assert unsafe == {"frame", "dense_attention", "select", "pack"}

@@ -25,6 +25,14 @@ INF = math.inf
 ROUND = 2.0**-24
 
 
+def score_of(logits: Tensor, keys: Tensor, cand: Tensor, spec: SelectorSpec) -> Tensor:
+    return selector.score(logits, keys, selector.log_position(cand, spec), spec)
+
+
+def select_of(logits: Tensor, keys: Tensor, cand: Tensor, spec: SelectorSpec) -> Tensor:
+    return selector.select(logits, keys, selector.log_position(cand, spec), spec)
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One refresh of one row: what the selector sees, and what the oracle needs beside it."""
@@ -40,10 +48,10 @@ class Case:
         return reference.candidates(self.allowed, self.position, self.spec.sink, self.spec.recent)
 
     def score(self) -> Tensor:
-        return selector.score(self.logits, self.keys, self.cand, self.spec)
+        return score_of(self.logits, self.keys, self.cand, self.spec)
 
     def select(self) -> Tensor:
-        return selector.select(self.logits, self.keys, self.cand, self.spec)
+        return select_of(self.logits, self.keys, self.cand, self.spec)
 
     def oracle(self) -> Tensor:
         return reference.score(self.logits, self.keys, self.allowed, self.cand, self.spec)
@@ -270,8 +278,8 @@ def test_without_candidates_nothing_is_chosen(heads: int, n: int, visible: bool)
     logits = torch.ones(heads, 2, n) if visible else torch.full((heads, 2, n), -INF)
     none = torch.zeros(n, dtype=torch.bool)
     keys = torch.ones(heads, n, 3)
-    assert selector.score(logits, keys, none, spec_with()).eq(-INF).all()
-    assert torch.equal(selector.select(logits, keys, none, spec_with()), torch.full((heads, min(6, n)), -1))
+    assert score_of(logits, keys, none, spec_with()).eq(-INF).all()
+    assert torch.equal(select_of(logits, keys, none, spec_with()), torch.full((heads, min(6, n)), -1))
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
@@ -304,7 +312,7 @@ def test_a_dominant_key_is_chosen_and_a_large_norm_is_damped() -> None:
 def test_one_candidate_is_chosen_by_every_head() -> None:
     cand = torch.zeros(8, dtype=torch.bool)
     cand[5] = True
-    indices = selector.select(torch.arange(48.0).view(3, 2, 8), torch.ones(3, 8, 4), cand, spec_with(k_head=3))
+    indices = select_of(torch.arange(48.0).view(3, 2, 8), torch.ones(3, 8, 4), cand, spec_with(k_head=3))
     assert indices.tolist() == [[5, -1, -1]] * 3
 
 
@@ -335,11 +343,11 @@ def test_evidence_alone_is_continuous_at_alpha_zero() -> None:
     logits, keys, n = torch.randn(2, 4, 30, generator=g), torch.ones(2, 30, 3), 30
     cand = torch.ones(n, dtype=torch.bool)
     off: dict[str, Any] = {"lambda_clip": 0, "lambda_clip_multi": 0, "nms_alpha": 0}
-    at_zero = selector.score(logits, keys, cand, spec_with(alpha=0, **off))
+    at_zero = score_of(logits, keys, cand, spec_with(alpha=0, **off))
     torch.testing.assert_close(at_zero, torch.log_softmax(logits.log_softmax(-1).mean(1), -1))
     spread = float(logits.var(dim=1, correction=0).max())
     for alpha in (0.1, 0.01, 0.001):
-        near = selector.score(logits, keys, cand, spec_with(alpha=alpha, **off))
+        near = score_of(logits, keys, cand, spec_with(alpha=alpha, **off))
         # The slope in alpha is the variance over rows; dividing by alpha enlarges rounding by 1/alpha.
         assert (near - at_zero).abs().max() <= 2 * alpha * spread + 32 * ROUND / alpha
 
@@ -353,7 +361,7 @@ def test_the_prior_is_clipped_by_the_number_of_rows() -> None:
     spec = spec_with(lambda_clip=0.2, lambda_clip_multi=0.1, nms_alpha=0)
     for rows, lam in ((1, 0.2), (2, 0.1)):
         expected = torch.log((1 - lam) * log_f.exp() + lam * log_r.exp())
-        torch.testing.assert_close(selector.score(logits.repeat(1, rows, 1), keys, cand, spec), expected)
+        torch.testing.assert_close(score_of(logits.repeat(1, rows, 1), keys, cand, spec), expected)
 
 
 def test_soft_nms_alone() -> None:
@@ -362,14 +370,14 @@ def test_soft_nms_alone() -> None:
     spec = spec_with(lambda_clip=0, nms_window=2, nms_alpha=0.5)
     log_f = torch.log_softmax(logits[0].masked_fill(~cand, -INF), -1)
     expected = log_f - 0.5 * torch.tensor([4.0, 0.0, 3.0, 1.0, 0.0, 1.0, 0.0])
-    torch.testing.assert_close(selector.score(logits, torch.ones(1, 7, 2), cand, spec), expected)
+    torch.testing.assert_close(score_of(logits, torch.ones(1, 7, 2), cand, spec), expected)
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3])
 def test_exclusivity_alone(heads: int) -> None:
     logits = torch.randn(heads, 1, 9, generator=torch.Generator().manual_seed(3))
     spec = spec_with(lambda_clip=0, nms_alpha=0, exclusivity_alpha=0.85, exclusivity_temperature=2)
-    found = selector.score(logits, torch.ones(heads, 9, 2), torch.ones(9, dtype=torch.bool), spec)
+    found = score_of(logits, torch.ones(heads, 9, 2), torch.ones(9, dtype=torch.bool), spec)
     log_f = torch.log_softmax(logits[:, 0], -1)
     shares = 0.85 * torch.log_softmax(log_f / 2, 0) if heads > 2 else 0.0
     torch.testing.assert_close(found, log_f + shares)
@@ -383,8 +391,8 @@ def test_it_traces_whole_and_leaves_its_inputs_alone() -> None:
     logits, keys, cand = torch.randn(3, 2, 40, generator=g), torch.randn(3, 40, 4, generator=g), torch.arange(40) < 30
     before = [x.clone() for x in (logits, keys, cand)]
     spec = spec_with()
-    traced = torch.compile(lambda x, k, c: selector.select(x, k, c, spec), backend="eager", fullgraph=True)
-    assert torch.equal(traced(logits, keys, cand), selector.select(logits, keys, cand, spec))
+    traced = torch.compile(lambda x, k, c: select_of(x, k, c, spec), backend="eager", fullgraph=True)
+    assert torch.equal(traced(logits, keys, cand), select_of(logits, keys, cand, spec))
     assert all(torch.equal(x, y) for x, y in zip((logits, keys, cand), before, strict=True))
 
 
@@ -392,6 +400,6 @@ def test_keys_of_a_narrow_dtype_are_scored_in_float32() -> None:
     g = torch.Generator().manual_seed(5)
     logits, keys = torch.randn(2, 3, 25, generator=g), torch.randn(2, 25, 8, generator=g).bfloat16()
     cand = torch.ones(25, dtype=torch.bool)
-    found = selector.score(logits, keys, cand, spec_with())
+    found = score_of(logits, keys, cand, spec_with())
     assert found.dtype == torch.float32
-    assert torch.equal(found, selector.score(logits, keys.float(), cand, spec_with()))
+    assert torch.equal(found, score_of(logits, keys.float(), cand, spec_with()))

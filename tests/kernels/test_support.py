@@ -19,7 +19,7 @@ from torch import Tensor
 from sfi_compile.config import Config, SelectorSpec
 from sfi_compile.kernels import reference, support
 from sfi_compile.ops import RowStatus
-from tests.kernels.cases import Attention, attentions, dense, poisoned_empty
+from tests.kernels.cases import Attention, attentions, dense, frame, poisoned_empty
 
 NEAR_TIE = 1e-3
 """Scores closer than this may swap: the oracle's are float64. How exact scores are is the subject of test_selector."""
@@ -86,10 +86,10 @@ def refresh(case: Attention, config: Config, memory: Memory, status: Tensor | No
     """Run `select` and `pack` as the slow branch does; the selected positions."""
     _, logits, found, _ = dense(case)
     status = found if status is None else status
-    position = torch.arange(max(case.lengths) - case.q.shape[2], max(case.lengths))
+    extent, log_position, held = frame(case, config)
     spec = config.selector().to_text()
-    selected: Tensor = torch.ops.sfi.select(logits, case.k, case.mask, case.slow_rows, status, position, spec)
-    operands = (case.k, case.v, selected, case.mask, case.slow_rows, status, position, spec)
+    selected: Tensor = torch.ops.sfi.select(logits, case.k, case.slow_rows, status, extent, log_position, spec)
+    operands = (case.k, case.v, selected, held, case.slow_rows, status, config.sink)
     torch.ops.sfi.pack(*operands, *memory.tensors())
     return selected
 
@@ -215,7 +215,9 @@ def test_slots_in_their_layout(allowed: Tensor, sink: int, recent: int, heads: i
     k = max(map(len, chosen)) + 1
     selected = torch.tensor([row + [-1] * (k - len(row)) for row in chosen])
     slots = sink + k + recent + 4
-    held = support.support_of_row(allowed, selected, position, sink, recent, slots)
+    held = support.frame(allowed, position, sink, recent, sink + k, slots).repeat(heads, 1)
+    assert held[:, sink : sink + k].eq(-1).all()
+    held[:, sink : sink + k] = selected
     expected: Any = reference.support(
         allowed, position, chosen, dataclasses.replace(Config().selector(), sink=sink, recent=recent)
     )
@@ -225,9 +227,3 @@ def test_slots_in_their_layout(allowed: Tensor, sink: int, recent: int, heads: i
         for slot, t in enumerate(held[h, sink + k :].tolist()):
             assert t in (-1, position - recent + 1 + slot)
     assert held[:, sink + k + recent :].eq(-1).all()
-
-
-@given(st.lists(st.booleans(), min_size=1, max_size=12).map(torch.tensor))
-def test_first_allowed(allowed: Tensor) -> None:
-    places = allowed.nonzero().flatten().tolist()
-    assert support.first_allowed(allowed).item() == (places[0] if places else 0)

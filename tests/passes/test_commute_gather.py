@@ -27,7 +27,7 @@ from tests.passes.toys import (
 )
 
 SHARED = "sfi_slow_rows, sfi_refreshed_at, sfi_status, sfi_context"
-ENTRY = f"q, k, v, mask, position, {SHARED}, sfi_held, sfi_mem_k, sfi_mem_v"
+ENTRY = f"q, k, v, mask, position, sfi_position, {SHARED}, sfi_held, sfi_mem_k, sfi_mem_v"
 APPEND = "append = sfi.append({}, {}, position, sfi_refreshed_at, 3, 2, sfi_held, sfi_mem_k, sfi_mem_v)"
 ATTEND = "memory_attention = sfi.memory_attention(q, sfi_mem_k, sfi_mem_v, sfi_held, {}, 0.7071)"
 

@@ -55,9 +55,10 @@ def test_the_guarded_graph() -> None:
         arange = arange(8)
         le = le(arange, l_pos_)
         getitem = getitem(le, (None, None, None))
+        clone = l_pos_.clone()
         sfi_slow_0 = self.sfi_slow_0
         sfi_fast_0 = self.sfi_fast_0
-        cond = cond(any, sfi_slow_0, sfi_fast_0, (l_q_, l_keys_, l_values_, getitem, l_pos_, {SHARED}, \
+        cond = cond(any, sfi_slow_0, sfi_fast_0, (l_q_, l_keys_, l_values_, getitem, l_pos_, clone, {SHARED}, \
 sfi_held_0, sfi_mem_k_0, sfi_mem_v_0))
         getitem_2 = getitem(cond, 0)
         return (getitem_2)
@@ -66,7 +67,7 @@ sfi_held_0, sfi_mem_k_0, sfi_mem_v_0))
     same_text(
         branch(work, "sfi_fast_0"),
         f"""
-        (q, k, v, mask, position, {SHARED}, sfi_held, sfi_mem_k, sfi_mem_v)
+        (q, k, v, mask, position, sfi_position, {SHARED}, sfi_held, sfi_mem_k, sfi_mem_v)
         gather = sfi.gather(k, position, '11sd', 'bhsd')
         gather_2 = sfi.gather(v, position, '11sd', 'bhsd')
         append = sfi.append(gather, gather_2, position, sfi_refreshed_at, 3, 2, sfi_held, sfi_mem_k, sfi_mem_v)
@@ -78,13 +79,17 @@ sfi_held_0, sfi_mem_k_0, sfi_mem_v_0))
     same_text(
         branch(work, "sfi_slow_0"),
         f"""
-        (q, k, v, mask, position, {SHARED}, sfi_held, sfi_mem_k, sfi_mem_v)
-        dense_attention = sfi.dense_attention(q, k, v, mask, sfi_slow_rows, 0.7071, 0, sfi_status, sfi_context)
-        getitem = getitem(dense_attention, 0)
-        getitem_2 = getitem(dense_attention, 1)
-        select = sfi.select(getitem_2, k, mask, sfi_slow_rows, sfi_status, position, SPEC)
-        pack = sfi.pack(k, v, select, mask, sfi_slow_rows, sfi_status, position, SPEC, sfi_held, sfi_mem_k, sfi_mem_v)
-        return (getitem)
+        (q, k, v, mask, position, sfi_position, {SHARED}, sfi_held, sfi_mem_k, sfi_mem_v)
+        frame = sfi.frame(mask, sfi_slow_rows, sfi_position, SPEC, 3, 7)
+        getitem = getitem(frame, 0)
+        getitem_2 = getitem(frame, 1)
+        getitem_3 = getitem(frame, 2)
+        dense_attention = sfi.dense_attention(q, k, v, mask, sfi_slow_rows, getitem, 0.7071, 0, sfi_status, sfi_context)
+        getitem_4 = getitem(dense_attention, 0)
+        getitem_5 = getitem(dense_attention, 1)
+        select = sfi.select(getitem_5, k, sfi_slow_rows, sfi_status, getitem, getitem_2, SPEC)
+        pack = sfi.pack(k, v, select, getitem_3, sfi_slow_rows, sfi_status, 1, sfi_held, sfi_mem_k, sfi_mem_v)
+        return (getitem_4)
         """,
     )
 
@@ -92,12 +97,12 @@ sfi_held_0, sfi_mem_k_0, sfi_mem_v_0))
 def test_in_a_batch_the_slow_branch_serves_fast_rows_from_memory() -> None:
     work = compiled(record(minimal, *operands(batch=2)).module, "insert_guards")
     lines = text(branch(work, "sfi_slow_0")).splitlines()
-    order = ["append", "memory_attention", "dense_attention", "select", "pack", "where"]
+    order = ["append", "memory_attention", "frame", "dense_attention", "select", "pack", "where"]
     found = [line.split(" = ")[0] for line in lines]
     assert [name for name in found if name in order] == order, "appended first: `pack` has the last word on slow rows"
     assert lines[-3:] == [
         "reshape = aten.reshape(sfi_slow_rows, [2, 1, 1, 1])",
-        "where = where(reshape, getitem, memory_attention)",
+        "where = where(reshape, getitem_4, memory_attention)",
         "return (where)",
     ]
 

@@ -62,7 +62,7 @@ def test_every_field_of_a_site() -> None:
     assert {name: getattr(site, name) for name in expected} == expected
     assert {f.name for f in dataclasses.fields(site)} == {*expected, "module"}
     assert (site.group, site.position, site.key_write.axis) == (2, node("l_pos_"), 2)
-    assert found.guard == Guard(node("l_pos_"), None, site.key_write)
+    assert found.guard == Guard((node("l_pos_"),), None, site.key_write)
 
 
 def test_defaults_and_a_transposed_cache_of_one_row() -> None:

@@ -58,18 +58,39 @@ def test_the_two_graphs() -> None:
         arange = arange(8)
         le = le(arange, l_pos_)
         getitem = getitem(le, (None, None, None))
-        dense_attention = sfi.dense_attention(l_q_, l_keys_, l_values_, getitem, sfi_slow_rows, 0.7071, 0, sfi_status, \
-sfi_context)
-        getitem_2 = getitem(dense_attention, 0)
-        getitem_3 = getitem(dense_attention, 1)
-        select = sfi.select(getitem_3, l_keys_, getitem, sfi_slow_rows, sfi_status, l_pos_, SPEC)
-        pack = sfi.pack(l_keys_, l_values_, select, getitem, sfi_slow_rows, sfi_status, l_pos_, SPEC, sfi_held_0, \
-sfi_mem_k_0, sfi_mem_v_0)
-        return (getitem_2)
+        clone = l_pos_.clone()
+        frame = sfi.frame(getitem, sfi_slow_rows, clone, SPEC, 3, 7)
+        getitem_2 = getitem(frame, 0)
+        getitem_3 = getitem(frame, 1)
+        getitem_4 = getitem(frame, 2)
+        dense_attention = sfi.dense_attention(l_q_, l_keys_, l_values_, getitem, sfi_slow_rows, getitem_2, 0.7071, 0, \
+sfi_status, sfi_context)
+        getitem_5 = getitem(dense_attention, 0)
+        getitem_6 = getitem(dense_attention, 1)
+        select = sfi.select(getitem_6, l_keys_, sfi_slow_rows, sfi_status, getitem_2, getitem_3, SPEC)
+        pack = sfi.pack(l_keys_, l_values_, select, getitem_4, sfi_slow_rows, sfi_status, 1, sfi_held_0, sfi_mem_k_0, \
+sfi_mem_v_0)
+        return (getitem_5)
         """,
     )
     for module in (slow, fast):
         assert not [name for name, _ in module.named_children()], "no branch is left behind"
+
+
+def test_sites_under_one_mask_share_a_frame() -> None:
+    def function(q: Tensor, keys: Tensor, values: Tensor, pos: Tensor, one: Tensor, two: Tensor) -> Tensor:
+        keys.index_copy_(2, pos, q)
+        values.index_copy_(2, pos, q)
+        for mask in (one, two, one):
+            q = SDPA(q, keys, values, attn_mask=mask)
+        return q
+
+    masks = [tensor(1, 1, 1, 8, seed=i) for i in (3, 4)]
+    inputs = (tensor(1, 1, 1, 2), tensor(1, 1, 8, 2, seed=1), tensor(1, 1, 8, 2, seed=2), torch.tensor([5]))
+    slow, fast = compiled(record(function, *inputs, *masks).module, "unswitch").variants
+    count = {name: text(slow.graph).count(f"= sfi.{name}(") for name in ("frame", "dense_attention")}
+    assert count == {"frame": 2, "dense_attention": 3}
+    assert "sfi.frame(" not in text(fast.graph)
 
 
 def two_layers(
