@@ -61,6 +61,16 @@ def _operator(*written: str, reads_flags: bool = False) -> Callable[[_Body], _Bo
     return register
 
 
+def _fake_of(operator: Callable[..., Any]) -> Callable[[_Body], _Body]:
+    """Register a function as what `operator` does to shapes and dtypes."""
+
+    def register(fake: _Body) -> _Body:
+        torch.library.register_fake(f"sfi::{operator.__name__}", fake)
+        return fake
+
+    return register
+
+
 @_operator()
 def gather(x: Tensor, index: Tensor, layout: str, out: str, rows: Tensor | None = None) -> Tensor:
     """Gather along the sequence axis, with named axes.
@@ -103,7 +113,7 @@ def gather(x: Tensor, index: Tensor, layout: str, out: str, rows: Tensor | None 
     return x[tuple(indices)]
 
 
-@torch.library.register_fake("sfi::gather")
+@_fake_of(gather)
 def _(x: Tensor, index: Tensor, layout: str, out: str, rows: Tensor | None = None) -> Tensor:
     return gather(x, index, layout, out, rows)
 
@@ -152,7 +162,7 @@ def frame(
     return extent, log_position, held
 
 
-@torch.library.register_fake("sfi::frame")
+@_fake_of(frame)
 def _(
     mask: Tensor, slow_rows: Tensor, position: Tensor, spec: str, selected_end: int, slots: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -222,7 +232,7 @@ def dense_attention(
     return attention.unpack_queries(out, query_heads), logits
 
 
-@torch.library.register_fake("sfi::dense_attention")
+@_fake_of(dense_attention)
 def _(
     q: Tensor,
     k: Tensor,
@@ -270,7 +280,7 @@ def select(
     return out
 
 
-@torch.library.register_fake("sfi::select")
+@_fake_of(select)
 def _(
     logits: Tensor, keys: Tensor, slow_rows: Tensor, status: Tensor, extent: Tensor, log_position: Tensor, spec: str
 ) -> Tensor:
@@ -311,7 +321,7 @@ def pack(
         support.copy_rows(held[b], (k[b], mem_k[b]), (v[b], mem_v[b]))
 
 
-@torch.library.register_fake("sfi::pack")
+@_fake_of(pack)
 def _(
     k: Tensor,
     v: Tensor,
@@ -361,7 +371,7 @@ def append(
     mem_v[rows, :, slot] = new_v[:, :, 0]
 
 
-@torch.library.register_fake("sfi::append")
+@_fake_of(append)
 def _(
     new_k: Tensor,
     new_v: Tensor,
@@ -401,7 +411,7 @@ def memory_attention(q: Tensor, mem_k: Tensor, mem_v: Tensor, held: Tensor, mask
     return attention.over_memory(q, mem_k, mem_v, mask, scale)
 
 
-@torch.library.register_fake("sfi::memory_attention")
+@_fake_of(memory_attention)
 def _(q: Tensor, mem_k: Tensor, mem_v: Tensor, held: Tensor, mask: Tensor, scale: float) -> Tensor:
     return q.new_empty(*q.shape[:3], mem_v.shape[-1])
 

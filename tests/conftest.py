@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 from hypothesis import settings
+
+# pytest would format every one of Dynamo's structured trace records.
+logging.getLogger("torch.__trace").propagate = False
 
 settings.register_profile("ci", max_examples=25, deadline=None, derandomize=True)
 settings.register_profile("thorough", max_examples=500, deadline=None)

@@ -396,7 +396,8 @@ def test_bench_rows(micro: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert row["steps"]["dense"] >= 20
     assert all(row["processor_share"][key] > 0 for key in ("dense", "sfi"))
     assert row["memory_bytes"] > 0
-    assert row["cache_bytes"] == 2 * 2 * 2 * 2 * (100 + 6 + 20 + 8) * 16 * 4
+    assert row["cache_bytes"] == 2 * 2 * 2 * 2 * (100 + 6 + 20 + 8 + 4) * 16 * 4
+    assert set(row["step_peak_bytes"]) == {"dense", "slow", "fast"}
     assert found["versions"]["torch"]
     assert found["bandwidth_gb_s"] > 0
     assert micro in capsys.readouterr().out

@@ -23,6 +23,7 @@ import sfi_compile
 from sfi_compile.compat.inductor import fresh_cache
 from sfi_compile.lab.decode import Decoder, forget_graphs, interquartile_range, median
 from sfi_compile.lab.errors import LabError
+from sfi_compile.lab.peak import peak_above
 from sfi_compile.lab.shapes import Shape, build, filled_cache, find_shape, weight_bytes
 
 BOUNDARY_SHARE = 20
@@ -31,6 +32,8 @@ WARM_STEPS = 6
 """Untimed steps before the measured ones: they compile both variants."""
 FORCED_SLOW_STEPS = 8
 """Slow steps timed after the measured run, each from an invalid memory, so that their median means something."""
+PEAK_STEPS = 4
+"""Steps at the end whose memory is measured: one slow, then fast ones."""
 DENSE_STEPS = 32
 """About so many dense steps are timed."""
 BLOCK = 8
@@ -82,7 +85,7 @@ def _measure(
     status: Callable[[str], None],
 ) -> dict[str, Any]:
     torch.manual_seed(settings.seed)
-    longest = context + WARM_STEPS + settings.new_tokens + FORCED_SLOW_STEPS
+    longest = context + WARM_STEPS + settings.new_tokens + FORCED_SLOW_STEPS + PEAK_STEPS
     status("building the decoder")
     model = build(shape, settings.dtype, settings.device, longest)
     cache = filled_cache(model, shape, batch, context, longest)
@@ -112,7 +115,8 @@ def _measure(
         for step in block[::every]:
             dense.step(tokens[step])
     counted = sfi_compile.stats()
-    for step in range(measured.stop, longest - context):
+    forced = range(measured.stop, measured.stop + FORCED_SLOW_STEPS)
+    for step in forced:
         sfi_compile.reset()
         sparse.step(tokens[step])
         dense.step(tokens[step])
@@ -120,23 +124,25 @@ def _measure(
         reasons = [f"{counted.slow_steps} slow steps, {counted.short_steps} of them short of the minimum context"]
         reasons += [str(rejection) for rejection in counted.rejections]
         raise LabError(f"{name}, context {context}: no fast step was timed ({'; '.join(reasons)})")
+    timed = {kind: decoder.timed(kind) for kind, decoder in (("dense", dense), ("slow", sparse), ("fast", sparse))}
+    peaks = _peaks(dense, sparse, tokens[forced.stop :], settings.device)
     natural = [s.seconds for s in sparse.steps[WARM_STEPS : WARM_STEPS + settings.new_tokens] if not s.compiled]
     itemsize = torch.empty(0, dtype=settings.dtype).element_size()
     read = weight_bytes(model, shape) + shape.support_bytes(batch, counted.support or 0.0, itemsize)
-    kinds = {"dense": dense, "slow": sparse, "fast": sparse}
     return {
         "shape": name,
         "batch": batch,
         "context": context,
-        **{f"{kind}_ms": _ms(median(decoder.timed(kind))) for kind, decoder in kinds.items()},
+        **{f"{kind}_ms": _ms(median(seconds)) for kind, seconds in timed.items()},
         "mean_ms": _ms(statistics.fmean(natural) if natural else None),
         "floor_ms": _ms(read / bandwidth),
-        "spread": {kind: _ms(interquartile_range(decoder.timed(kind))) for kind, decoder in kinds.items()},
+        "spread": {kind: _ms(interquartile_range(seconds)) for kind, seconds in timed.items()},
         "compile_s": {"dense": round(dense.compile_seconds(), 2), "sfi": round(sparse.compile_seconds(), 2)},
         "memory_bytes": sparse.memory_bytes(),
         "cache_bytes": sum(t.numel() * t.element_size() for layer in cache.layers for t in (layer.keys, layer.values)),
+        "step_peak_bytes": peaks,
         "peak_rss_bytes": peak_rss(),
-        "steps": {"dense": len(dense.timed()), "slow": len(sparse.timed("slow")), "fast": len(sparse.timed("fast"))},
+        "steps": {kind: len(seconds) for kind, seconds in timed.items()},
         "processor_share": {
             run: decoder.processor_share() if settings.device == "cpu" else None
             for run, decoder in (("dense", dense), ("sfi", sparse))
@@ -146,6 +152,18 @@ def _measure(
         "sites": sparse.sites(),
         "rejections": [rejection.as_dict() for rejection in counted.rejections],
     }
+
+
+def _peaks(dense: Decoder, sparse: Decoder, tokens: torch.Tensor, device: str) -> dict[str, int | None]:
+    """Bytes by which one step of each kind exceeds what was held before it; the largest of a few steps."""
+    largest: dict[str, int | None] = {}
+    sfi_compile.reset()
+    for token in tokens:
+        for run in (dense, sparse):
+            peak = peak_above(functools.partial(run.step, token), device)
+            kind = run.steps[-1].kind
+            largest[kind] = None if peak is None else max(peak, largest.get(kind) or 0)
+    return largest
 
 
 def copy_bandwidth(device: str) -> float:

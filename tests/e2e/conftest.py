@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 from collections.abc import Iterator
 
 import pytest
@@ -11,9 +10,6 @@ import torch
 
 import sfi_compile
 from sfi_compile import diagnostics
-
-# pytest would format every one of Dynamo's structured trace records.
-logging.getLogger("torch.__trace").propagate = False
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,44 @@
+"""How far one call lifts the memory of this process above what it held before. Imports torch only."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+_PROCESS = Path("/proc/self")
+
+
+def peak_above(call: Callable[[], object], device: str) -> int | None:
+    """Bytes between the memory held before `call` and the most held during it.
+
+    On a GPU, memory of torch's allocator. On a CPU, resident memory, which only Linux lets a process measure like this;
+    None elsewhere. Freed memory is given back first, so that what the call takes is seen to be taken.
+    """
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+        trim(0)
+        (_PROCESS / "clear_refs").write_text("5")  # the peak so far is forgotten
+    except (OSError, AttributeError, TypeError):
+        call()
+        return None
+    before = _resident("VmRSS")
+    call()
+    return max(0, _resident("VmHWM") - before)
+
+
+def _resident(field: str) -> int:
+    found = re.search(rf"^{field}:\s+(\d+) kB", (_PROCESS / "status").read_text(), re.MULTILINE)
+    if found is None:
+        raise OSError(f"/proc/self/status has no {field}")
+    return int(found[1]) * 1024
