@@ -313,10 +313,14 @@ def _guard(sites: list[Site], graph: fx.Graph, flow: DataFlow) -> Guard:
 
 
 def _tokens(graph: fx.Graph, flow: DataFlow, batch: int, query_len: int) -> fx.Node | None:
-    """The token ids: the integer input [batch, query_len] that the first embedding of the graph looks up."""
+    """The token ids: the integer input [batch, query_len] that is looked up in the largest table.
+
+    Positions and token types may be looked up, too, but no model has more of them than of tokens.
+    """
+    found: dict[fx.Node, int] = {}
     for node in graph.nodes:
         if node.target is torch.nn.functional.embedding and isinstance(node.args[0], fx.Node):
-            ids = flow.origin(node.args[0])
-            if ids.op == "placeholder" and axes.shape_of(ids) == (batch, query_len):
-                return ids
-    return None
+            ids, table = flow.origin(node.args[0]), axes.shape_of(node.args[1])
+            if ids.op == "placeholder" and axes.shape_of(ids) == (batch, query_len) and table is not None:
+                found[ids] = max(table[0], found.get(ids, 0))
+    return max(found, key=found.__getitem__, default=None)

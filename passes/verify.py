@@ -69,7 +69,12 @@ def context_sized(graph: fx.Graph, size: int, sources: set[str]) -> list[fx.Node
     tainted: set[fx.Node] = set()
     found: list[fx.Node] = []
     for node in graph.nodes:
-        if node.op == "output" or node.target in _ENDS or not _has_axis(example(node), size):
+        if node.op == "output" or node.target in _ENDS:
+            continue
+        if not _has_axis(example(node), size):
+            # A view, a write, or a lookup of a few positions is small work; a sum over the axis is not.
+            if flow.origin(node) is node and node.target not in _LOOKUPS and tainted & set(node.all_input_nodes):
+                found.append(node)
             continue
         is_input = node.op in ("placeholder", "get_attr")
         if node.name in sources:

@@ -134,7 +134,9 @@ class DecodeRunner:
         """
         if root.data_ptr() != self.address:
             return False
-        return self.version is None or root.is_inference() or root._version == self.version
+        if root.is_inference():
+            return self.sites > 1  # no version is kept, and the fingerprint of a single site may not be enough
+        return self.version is None or root._version == self.version
 
     def _announce(self, why: list[Trigger | None], status: RowStatus) -> None:
         slow_rows = torch.tensor([w is not None for w in why])
@@ -179,6 +181,8 @@ class DecodeRunner:
         """The fingerprint that the next step must find again."""
         row = root.select(self.guard.axis, position)
         if self.fingerprint is None:
+            if root.is_inference() and self.sites == 1:
+                log.warning("sfi: one site under torch.inference_mode(): every step is slow; use torch.no_grad()")
             self.fingerprint = torch.empty_like(row, memory_format=torch.contiguous_format)
         self.fingerprint.copy_(row)
         self.next_position = position + 1

@@ -20,5 +20,8 @@ def _fresh() -> Iterator[None]:
     gc.collect()  # graphs of the last test would still be counted
     sfi_compile.reset()
     diagnostics.counters.graphs = 0
+    others = [*diagnostics.runners]  # other tests keep some for longer
+    diagnostics.runners.clear()
     yield
+    diagnostics.runners.update(others)
     torch._dynamo.reset()

@@ -118,6 +118,16 @@ class TestTokens:
 
         assert self.tokens(function, torch.tensor([[3]]), tensor(9, 2), *operands()[1:]) == expected
 
+    @pytest.mark.parametrize("first", ["ids", "places"])
+    def test_the_larger_table_when_positions_are_looked_up_too(self, first: str) -> None:
+        def function(ids: Tensor, places: Tensor, words: Tensor, positions: Tensor, *rest: Tensor) -> Tensor:
+            pairs = [(ids, words), (places, positions)]
+            x, y = (torch.nn.functional.embedding(*pair) for pair in (pairs if first == "ids" else pairs[::-1]))
+            return minimal((x + y)[:, None], *rest)
+
+        one = torch.tensor([[1]])
+        assert self.tokens(function, one, one + 1, tensor(9, 2), tensor(4, 2), *operands()[1:]) == "l_ids_"
+
     def test_none_when_embeddings_are_fed(self) -> None:
         assert self.tokens(minimal, *operands()) is None
 

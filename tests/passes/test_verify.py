@@ -73,6 +73,14 @@ def expanded_gather(graph: fx.Graph, builder: Builder) -> None:
         append.args = (builder.call(torch.narrow, token, 1, 0, 2), *append.args[1:])
 
 
+def summed_cache(graph: fx.Graph, builder: Builder) -> None:
+    """A sum over the context has no axis of its size left."""
+    append, root = find(graph, "append"), find(graph, "l_keys_")
+    with graph.inserting_before(append):
+        token = builder.method("sum", root, 2, keepdim=True)
+        append.args = (token, *append.args[1:])
+
+
 def contiguous_cache(graph: fx.Graph, builder: Builder) -> None:
     """Copy a permuted cache before the gather."""
     append, root, position = find(graph, "append"), find(graph, "l_keys_"), find(graph, "l_pos_")
@@ -110,6 +118,7 @@ def dense_after_all(graph: fx.Graph, builder: Builder) -> None:
     [
         (expanded_gather, "reshape"),
         (contiguous_cache, "contiguous"),
+        (summed_cache, "sum"),
         (full_mask, "arange"),
         (dense_after_all, "dense_attention"),
     ],
