@@ -50,7 +50,7 @@ def _operator(*written: str, reads_flags: bool = False) -> Callable[[_Body], _Bo
         written: the arguments that it changes in place.
         reads_flags: it reads flags on the host, and must stay outside CUDA graphs.
     """
-    tags = (torch._C.Tag.cudagraph_unsafe,) if reads_flags else ()
+    tags = (torch.Tag.cudagraph_unsafe,) if reads_flags else ()
 
     def register(body: _Body) -> _Body:
         name = f"sfi::{body.__name__}"

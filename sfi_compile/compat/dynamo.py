@@ -11,10 +11,16 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 _STATIC = {"_dynamo_static_input_type": "unguarded"}
+
+
+def compiled_graphs() -> int:
+    """Graphs that Dynamo has compiled since its last reset."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def example(node: fx.Node) -> Any:

@@ -1,6 +1,6 @@
 """One decode loop for everything in the lab: prefill, timed steps, and what each step was, read from the counters.
 
-Imports the package's public names, `lab.errors` and `lab.models`.
+Imports the package's public names, `compat.dynamo`, `lab.errors` and `lab.models`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import sfi_compile
+from sfi_compile.compat.dynamo import BackendCompilerFailed, compiled_graphs
 from sfi_compile.lab.errors import LabError
 from sfi_compile.lab.models import cache_keyword
 
@@ -63,20 +64,20 @@ class Decoder:
         """
         # A view of a longer prompt has other strides than a fresh [batch, 1] tensor, which would compile a second time.
         tokens = tokens.clone(memory_format=torch.contiguous_format)
-        before, graphs = sfi_compile.stats() if self._counted else None, _dynamo_graphs()
+        before, graphs = sfi_compile.stats() if self._counted else None, compiled_graphs()
         _synchronize(tokens.device)
         start, processor = time.perf_counter(), time.process_time()
         try:
             with torch.no_grad():
                 logits = self._call(tokens, **self._keywords).logits
-        except (sfi_compile.RejectedSitesError, torch._dynamo.exc.BackendCompilerFailed) as error:
+        except (sfi_compile.RejectedSitesError, BackendCompilerFailed) as error:
             inner = getattr(error, "inner_exception", error)
             if isinstance(inner, (sfi_compile.RejectedSitesError, sfi_compile.OptionError)):
                 raise LabError(str(inner).removeprefix("sfi: ")) from None
             raise
         _synchronize(tokens.device)
         seconds, processor = time.perf_counter() - start, time.process_time() - processor
-        kind, recompiled = "dense", _dynamo_graphs() != graphs
+        kind, recompiled = "dense", compiled_graphs() != graphs
         if before is not None:
             after = sfi_compile.stats()
             recompiled = recompiled or after.graphs != before.graphs
@@ -117,7 +118,7 @@ class Decoder:
 
 def forget_graphs() -> None:
     """Drop every compiled graph, so that those of an earlier run are neither counted nor add to recompile limits."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     gc.collect()
 
 
@@ -144,10 +145,6 @@ def interquartile_range(seconds: Sequence[float]) -> float | None:
         return None
     low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
     return high - low
-
-
-def _dynamo_graphs() -> int:
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def _synchronize(device: torch.device) -> None:

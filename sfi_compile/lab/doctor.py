@@ -58,7 +58,7 @@ def run_doctor(device: str = "cpu") -> dict[str, Any]:
 
 
 def _registered() -> Check:
-    ok = "sfi" in torch._dynamo.list_backends(exclude_tags=())
+    ok = "sfi" in torch.compiler.list_backends(exclude_tags=())
     return Check(
         "backend registered",
         ok,
