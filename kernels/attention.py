@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 NEG_INF = float("-inf")
+BLOCKED = 5000.0
+"""A bias this far below the largest of its row blocks: no logits are large enough to make up for it."""
 
 
 def pack_queries(q: Tensor, kv_heads: int) -> Tensor:
@@ -43,10 +45,16 @@ def apply_mask(logits: Tensor, mask: Tensor) -> Tensor:
 
 
 def may_attend(mask: Tensor) -> Tensor:
-    """Where a mask lets anything through. A float mask blocks with -inf or with (half of) its dtype's minimum."""
+    """Where a mask lets anything through.
+
+    A float mask blocks with -inf, its dtype's minimum, -1e9 or -1e4: whatever is so far below the largest of its row
+    that its weight is zero.
+    """
     if mask.dtype == torch.bool:
         return mask
-    return mask > torch.finfo(mask.dtype).min / 2
+    wide = mask.double()
+    largest = wide.amax(-1, keepdim=True)
+    return (wide > largest - BLOCKED) & (largest > torch.finfo(mask.dtype).min / 2)
 
 
 def over_memory(q: Tensor, mem_k: Tensor, mem_v: Tensor, mask: Tensor, scale: float) -> Tensor:

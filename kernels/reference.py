@@ -217,7 +217,7 @@ def support(allowed: Tensor, position: int, selected: list[list[int]], spec: Sel
 
     Args:
         allowed: bool [N], none after `position`.
-        position: the refresh position.
+        position: the refresh position; its token is held even if its own query may not attend to it, as later ones may.
         selected: one list of positions per KV head.
         spec: `sink` and `recent` are read.
 
@@ -226,7 +226,7 @@ def support(allowed: Tensor, position: int, selected: list[list[int]], spec: Sel
     """
     every = allowed.nonzero().flatten().tolist()
     sinks = every[: spec.sink]
-    recents = [t for t in every if position - spec.recent < t <= position]
+    recents = [position, *(t for t in every if position - spec.recent < t <= position)]
     return [sorted({*sinks, *of_head, *recents}) for of_head in selected]
 
 

@@ -39,7 +39,8 @@ def frame(allowed: Tensor, position: int, sink: int, recent: int, selected_end: 
     held[:sink] = torch.where(first < size, first, -1)
     segment = torch.arange(position - recent + 1, position + 1, device=allowed.device)
     inside = segment.clamp(0, size - 1)
-    attended = (segment >= 0) & allowed[inside] & (rank[inside] > sink)
+    # The token just written is held, too: a mask that is strictly causal lets through only later queries.
+    attended = torch.where(allowed[inside], rank[inside] > sink, segment == position) & (segment >= 0)
     held[selected_end : selected_end + recent] = torch.where(attended, segment, -1)
     return held
 

@@ -136,7 +136,8 @@ def step(node: fx.Node, layout: str) -> Step:
         if target is torch.arange:
             return _arange(node)
         if target in _FILLS:
-            value = node.kwargs.get("fill_value", args[-1]) if target is torch.full else _FILLS[target]
+            filled = node.kwargs.get("fill_value", args[-1] if args else None)
+            value = filled if target is torch.full else _FILLS[target]
             return Fill(value) if isinstance(value, (int, float, bool)) else Blocked(f"{node.name} fills with a tensor")
         if target is operator.getitem and source is not None:
             return _getitem(node, source, args[1], layout)
@@ -189,6 +190,8 @@ def _moved(node: fx.Node, source: fx.Node, layout: str) -> Step | None:
         return None
     name = _name(node)
     rest: list[Any] = list(node.args[1:])
+    if name == "view" and example(node).dtype != example(source).dtype:
+        return Blocked("view reads the bits as another dtype")
     if name in ("transpose", "swapaxes") and all(isinstance(a, int) for a in rest) and len(rest) == 2:
         letters = list(layout)
         i, j = (a % len(was) for a in rest)
@@ -196,6 +199,8 @@ def _moved(node: fx.Node, source: fx.Node, layout: str) -> Step | None:
         return View(source, "".join(letters))
     if name == "permute":
         flat = rest[0] if len(rest) == 1 and isinstance(rest[0], (tuple, list)) else rest
+        if len(flat) != len(was):
+            return Blocked(f"{node.name} names its axes by keyword")
         order = [a % len(was) for a in flat]
         letters = [""] * len(was)
         for axis, origin in enumerate(order):
@@ -262,7 +267,8 @@ def _table(source: fx.Node, indices: list[fx.Node], layout: str) -> Step:
     functions: list[fx.Node] = []
     while source.op not in ("placeholder", "get_attr"):
         same = shape_of(source) == shape_of(source.all_input_nodes[0]) if len(source.all_input_nodes) == 1 else False
-        if same and _name(source) in ("view", "reshape", *_SAME):
+        same_bits = same and example(source).dtype == example(source.all_input_nodes[0]).dtype
+        if same_bits and _name(source) in ("view", "reshape", *_SAME):
             source = source.all_input_nodes[0]
             continue
         if not same or not _is_pointwise(source):
@@ -285,6 +291,8 @@ class Trace:
     """Nodes that produce new elements (not views) along the sequence axis."""
     reads: tuple[tuple[fx.Node, fx.Node], ...]
     """(operand, reader) for everything that those nodes, and lookups, read."""
+    fixed: tuple[fx.Node, ...]
+    """Operands without a sequence axis, and tables: what the elements are computed from beside the leaves."""
     blocked: Blocked | None
 
 
@@ -294,6 +302,7 @@ def trace(node: fx.Node, layout: str) -> Trace:
     sources: list[fx.Node] = []
     computed: list[fx.Node] = []
     reads: list[tuple[fx.Node, fx.Node]] = []
+    fixed: list[fx.Node] = []
     blocked: Blocked | None = None
     stack, seen = [(node, layout)], set()
     while stack:
@@ -319,7 +328,9 @@ def trace(node: fx.Node, layout: str) -> Trace:
             computed.append(current)
             stack.extend(found.layouts.items())
             reads.extend((operand, current) for operand in found.layouts)
+            fixed.extend(operand for operand, names in found.layouts.items() if "s" not in names)
             if isinstance(found, Table):
                 sources.append(found.source)
                 reads.append((found.source, current))
-    return Trace(tuple(leaves), tuple(sources), tuple(computed), tuple(reads), blocked)
+                fixed.append(found.source)
+    return Trace(tuple(leaves), tuple(sources), tuple(computed), tuple(reads), tuple(fixed), blocked)

@@ -15,7 +15,7 @@ import networkx as nx
 import torch
 from torch import fx
 
-from sfi_compile.compat.dynamo import example
+from sfi_compile.compat.dynamo import example, storage_of
 
 _VIEW_METHODS = frozenset(
     (
@@ -86,10 +86,14 @@ class DataFlow:
         self.order = {node: i for i, node in enumerate(self.nodes)}
         self._origin: dict[fx.Node, fx.Node] = {}
         self._writes: dict[fx.Node, list[fx.Node]] = {}
+        first: dict[int, fx.Node] = {}
         for node in self.nodes:
             written = mutated_arguments(node)
             source = written[0] if written else self._viewed(node)
-            self._origin[node] = node if source is None else self._origin[source]
+            origin = node if source is None else self._origin[source]
+            # Fake values share storage as the real ones will, whatever made the view, and if two inputs overlap.
+            storage = storage_of(node)
+            self._origin[node] = origin if storage is None else first.setdefault(storage, origin)
             for origin in dict.fromkeys(self._origin[w] for w in written):
                 self._writes.setdefault(origin, []).append(node)
 

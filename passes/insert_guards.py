@@ -28,7 +28,7 @@ PER_SITE = ("sfi_held", "sfi_mem_k", "sfi_mem_v")
 
 
 def memory_layout(site: Site, config: Config) -> tuple[int, int]:
-    """(first slot of the recent segment, slots in all) of a site's memory. The budget never exceeds the context."""
+    """(first slot of the recent segment, slots in all) of a site's memory. The selection never exceeds the context."""
     selected_end = config.sink + min(config.k_head, site.context)
     return selected_end, selected_end + config.recent + config.refresh_interval
 

@@ -19,7 +19,8 @@ from sfi_compile.passes.base import Pass, Work
 from sfi_compile.passes.dataflow import DataFlow
 from sfi_compile.site import CacheWrite, Guard, MatchResult, Rejection, Site
 
-_SDPA = torch.nn.functional.scaled_dot_product_attention
+_ATEN_SDPA = torch.ops.aten.scaled_dot_product_attention
+_SDPA = frozenset({torch.nn.functional.scaled_dot_product_attention, _ATEN_SDPA, _ATEN_SDPA.default})
 _OPAQUE = {
     "multi_head_attention_forward": "nn.MultiheadAttention",
     "_native_multi_head_attention": "nn.MultiheadAttention",
@@ -76,7 +77,7 @@ def is_prefill(graph: fx.Graph) -> bool:
     Asks no symbolic size for its value, which would pin the graph to one prompt length. (Dynamo never makes a size of
     one symbolic, so a symbolic query length is a prompt's.)
     """
-    attention = [n.args[0] if n.args else n.kwargs.get("query") for n in graph.nodes if n.target is _SDPA]
+    attention = [n.args[0] if n.args else n.kwargs.get("query") for n in graph.nodes if n.target in _SDPA]
     queries = [example(n) for n in attention if isinstance(n, fx.Node)]
     lengths: list[Any] = [q.shape[-2] for q in queries if isinstance(q, torch.Tensor) and q.dim() == 4]
     return bool(lengths) and all(isinstance(n, torch.SymInt) or n > 1 for n in lengths)
@@ -87,7 +88,7 @@ def _site(node: fx.Node, flow: DataFlow) -> Site | None:
         _refuse_softmax_chain(node, flow)
     if node.op != "call_function":
         return None
-    if node.target is _SDPA:
+    if node.target in _SDPA:
         return _sdpa(node, flow)
     name = getattr(node.target, "__name__", "")
     if name in _OPAQUE:
@@ -96,7 +97,19 @@ def _site(node: fx.Node, flow: DataFlow) -> Site | None:
         raise _Refusal("flex-attention", "flex_attention nodes are not rewritten", 'use attn_implementation="sdpa"')
     if node.target in _SOFTMAX:
         _refuse_softmax_chain(node, flow)
+    if isinstance(node.target, torch._ops.HigherOrderOperator) and _holds_attention(node):
+        raise _Refusal("nested-graph", f"attention is inside a graph of its own, of {name}", "call attention outside")
     return None
+
+
+def _holds_attention(node: fx.Node) -> bool:
+    """Whether a graph that a node runs (of a checkpoint, a cond) has an attention node."""
+    module = node.graph.owning_module
+    names = [str(n.target) for n in node.all_input_nodes if n.op == "get_attr"]
+    inner = [
+        module.get_submodule(name) for name in names if module is not None and name in dict(module.named_modules())
+    ]
+    return any(n.target in _SDPA for m in inner if isinstance(m, fx.GraphModule) for n in m.graph.nodes)
 
 
 def _refuse_softmax_chain(node: fx.Node, flow: DataFlow) -> None:
@@ -107,8 +120,7 @@ def _refuse_softmax_chain(node: fx.Node, flow: DataFlow) -> None:
         for user in current.users:
             method = user.target if user.op == "call_method" else None
             if user.target in _PRODUCTS or method in ("matmul", "bmm", "__matmul__"):
-                cached = {n for n in flow.slice_of(user) if n.op == "placeholder" and flow.writes(n)}
-                if any(len(axes.shape_of(n) or ()) >= 3 for n in cached):
+                if any(_comes_from_a_cache(n, flow) for n in user.all_input_nodes if n is not current):
                     raise _Refusal(
                         "softmax-chain",
                         "attention written as a softmax chain is not rewritten",
@@ -118,6 +130,21 @@ def _refuse_softmax_chain(node: fx.Node, flow: DataFlow) -> None:
             if user not in seen and (method in ("to", "type_as", "float") or "dropout" in str(user.target)):
                 seen.add(user)
                 frontier.append(user)
+
+
+def _comes_from_a_cache(node: fx.Node, flow: DataFlow) -> bool:
+    """Whether a value is computed from a written input of three axes or more, other than through attention."""
+    frontier, seen = [node], {node}
+    while frontier:
+        current = frontier.pop()
+        if current.op == "placeholder" and flow.writes(current) and len(axes.shape_of(current) or ()) >= 3:
+            return True
+        if current.target in _SDPA:
+            continue
+        new = [n for n in current.all_input_nodes if n not in seen]
+        seen.update(new)
+        frontier += new
+    return False
 
 
 def _sdpa(node: fx.Node, flow: DataFlow) -> Site | None:
@@ -149,8 +176,8 @@ def _sdpa(node: fx.Node, flow: DataFlow) -> Site | None:
     origin = axes.trace(key, axes.named("bhsd", kv_shape))
     if origin.blocked is None and not origin.leaves:
         return None  # the cache is made in this step, which is a prompt of one token
-    key_write = _write(key, "keys", node, flow)
-    value_write = _write(value, "values", node, flow)
+    key_write, key_constants = _write(key, "keys", node, flow)
+    value_write, value_constants = _write(value, "values", node, flow)
     _check_position(key_write, flow)
     mask, mask_sources = _mask(mask, (batch, query_heads, query_len, context), node, flow)
     tensor = example(key)
@@ -178,6 +205,7 @@ def _sdpa(node: fx.Node, flow: DataFlow) -> Site | None:
         dtype=tensor.dtype,
         device=tensor.device,
         repeats_heads=k_shape[1] != kv_heads,
+        constants=(*key_constants, *value_constants),
         context_sources=(key_write.root, value_write.root, *mask_sources),
     )
 
@@ -205,8 +233,8 @@ def _without_repetition(node: fx.Node, query_heads: int) -> fx.Node:
     return node
 
 
-def _write(node: fx.Node, what: str, attention: fx.Node, flow: DataFlow) -> CacheWrite:
-    """The cache write behind keys or values."""
+def _write(node: fx.Node, what: str, attention: fx.Node, flow: DataFlow) -> tuple[CacheWrite, tuple[fx.Node, ...]]:
+    """The cache write behind keys or values, and the inputs from which they are computed beside the cache."""
     found = axes.trace(node, axes.named("bhsd", axes.shape_of(node) or ()))
     if found.blocked is not None:
         raise _Refusal("not-commutable", f"{what}: {found.blocked.reason}", _STATIC_HINT)
@@ -236,7 +264,35 @@ def _write(node: fx.Node, what: str, attention: fx.Node, flow: DataFlow) -> Cach
         for other in flow.writes(source):
             if flow.order[since] < flow.order[other] < flow.order[attention]:
                 raise _Refusal(code, f"{other.name} changes {source.name} in place", "update it after attention")
-    return CacheWrite(write, leaf.source, leaf.layout, index, value)
+    return CacheWrite(write, leaf.source, leaf.layout, index, value), _constants(found, index, what, flow)
+
+
+def _constants(found: axes.Trace, position: fx.Node, what: str, flow: DataFlow) -> tuple[fx.Node, ...]:
+    """The inputs from which keys or values are computed beside the cache.
+
+    A memory keeps what was computed when it was packed, so these must not change with the step. Whether their owner
+    changes them between steps is for the runtime to watch.
+    """
+    changing = {n for n in flow.slice_of(position) if n.op == "placeholder"}
+    inputs: dict[fx.Node, None] = {}
+    for operand in found.fixed:
+        for needed in flow.slice_of(operand):
+            is_input = needed.op == "placeholder"
+            tensor = isinstance(example(needed), torch.Tensor)
+            if flow.writes(needed) or (is_input and (needed in changing or not tensor or _is_index(needed))):
+                raise _Refusal(
+                    "changing-operand",
+                    f"{what} are computed from the cache and {operand.name}, which changes with {needed.name}",
+                    "cache what attention reads, or scale the queries or the output instead",
+                )
+            if is_input:
+                inputs[needed] = None
+    return tuple(inputs)
+
+
+def _is_index(node: fx.Node) -> bool:
+    """Token ids, positions, lengths: what a step is fed."""
+    return example(node).dtype in (torch.int64, torch.int32)
 
 
 def _index_and_value(write: fx.Node, root: fx.Node, axis: int, what: str) -> tuple[fx.Node, fx.Node]:
@@ -307,20 +363,30 @@ def _disturbing_write(found: axes.Trace, attention: fx.Node, flow: DataFlow) -> 
 
 
 def _guard(sites: list[Site], graph: fx.Graph, flow: DataFlow) -> Guard:
-    last = sites[-1]
+    attention = {n for n in graph.nodes if n.target in _SDPA}
+    last, telling = sites[-1], False
+    for site in reversed(sites):
+        if not attention.isdisjoint(flow.slice_of(site.key_write.value)):
+            last, telling = site, True
+            break
     positions = dict.fromkeys(w.index for site in sites for w in (site.key_write, site.value_write))
-    return Guard(tuple(positions), _tokens(graph, flow, last.batch, last.query_len), last.key_write)
+    return Guard(tuple(positions), _tokens(graph, flow, last.batch, last.query_len), last.key_write, telling)
 
 
 def _tokens(graph: fx.Graph, flow: DataFlow, batch: int, query_len: int) -> fx.Node | None:
-    """The token ids: the integer input [batch, query_len] that is looked up in the largest table.
+    """The token ids: the integer input [batch, query_len] that is looked up in a table as long as an output is wide.
 
-    Positions and token types may be looked up, too, but no model has more of them than of tokens.
+    Positions and token types may be looked up, too. If no output (the logits) has the length of a table, the largest is
+    the tokens'.
     """
-    found: dict[fx.Node, int] = {}
+    output = next(n for n in graph.nodes if n.op == "output")
+    widths = {shape[-1] for n in output.all_input_nodes if (shape := axes.shape_of(n))}
+    found: dict[fx.Node, tuple[bool, int]] = {}
     for node in graph.nodes:
         if node.target is torch.nn.functional.embedding and isinstance(node.args[0], fx.Node):
-            ids, table = flow.origin(node.args[0]), axes.shape_of(node.args[1])
+            weight = node.args[1] if len(node.args) > 1 else node.kwargs.get("weight")
+            ids, table = flow.origin(node.args[0]), axes.shape_of(weight) if isinstance(weight, fx.Node) else None
             if ids.op == "placeholder" and axes.shape_of(ids) == (batch, query_len) and table is not None:
-                found[ids] = max(table[0], found.get(ids, 0))
+                key = (table[0] in widths, table[0])
+                found[ids] = max(key, found.get(ids, key))
     return max(found, key=found.__getitem__, default=None)

@@ -6,6 +6,8 @@ import hashlib
 import inspect
 from pathlib import Path
 
+from sfi_compile import ops
+from sfi_compile.kernels import attention, selector, support
 from sfi_compile.passes.base import Pass, Work, dump
 from sfi_compile.passes.commute_gather import CommuteGather
 from sfi_compile.passes.insert_guards import InsertGuards
@@ -30,6 +32,7 @@ def run(passes: tuple[Pass, ...], work: Work, first_stage: int = 0) -> Work:
 
 
 def cache_key() -> str:
-    """A digest of the passes in their order: names, options, and sources."""
+    """A digest of what a compiled graph depends on beside its nodes: the passes in their order, and the operators."""
     parts = [f"{one!r}\n{inspect.getsource(type(one))}" for one in (*ANALYSIS, *REWRITE)]
+    parts += [inspect.getsource(module) for module in (ops, attention, selector, support)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

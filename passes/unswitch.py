@@ -6,7 +6,9 @@ A `cond` in Inductor is a host branch that splits the CUDA graph, per site; one 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +20,7 @@ from sfi_compile.passes.dataflow import DataFlow, is_impure
 
 _COND = torch.ops.higher_order.cond
 _SHARED = frozenset({torch.ops.sfi.frame.default})
-"""What sites have in common: computed once a step. Nothing that it reads is written within a step."""
+"""What sites have in common: computed once a step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,11 +48,14 @@ def _taken(guarded: fx.GraphModule, branch_argument: int) -> fx.GraphModule:
     module = copy_graph_module(guarded)
     graph = module.graph
     shared: dict[Any, fx.Node] = {}
+    flow = DataFlow(graph)
     for cond in [n for n in graph.nodes if n.target is _COND]:
         branch = getattr(module, str(cond.args[branch_argument].target))
         operands = dict(zip((n for n in branch.graph.nodes if n.op == "placeholder"), cond.args[3], strict=True))
         with graph.inserting_before(cond):
-            outputs = _inline(graph, branch.graph, operands, shared)
+            outputs = _inline(
+                graph, branch.graph, operands, shared, functools.partial(flow.reaching_writes, reader=cond)
+            )
         for user in list(cond.users):
             if user.target is not operator.getitem:
                 raise VerificationError(f"{user.name} uses a cond as a whole")
@@ -65,18 +70,26 @@ def _taken(guarded: fx.GraphModule, branch_argument: int) -> fx.GraphModule:
 
 
 def _inline(
-    graph: fx.Graph, branch: fx.Graph, mapping: dict[fx.Node, fx.Node], shared: dict[Any, fx.Node]
+    graph: fx.Graph,
+    branch: fx.Graph,
+    mapping: dict[fx.Node, fx.Node],
+    shared: dict[Any, fx.Node],
+    writes: Callable[[fx.Node], tuple[fx.Node, ...]],
 ) -> tuple[fx.Node, ...]:
     """Copy the nodes of `branch` into `graph` at its insertion point; the nodes of its outputs.
 
-    What another branch has computed from the same nodes is not computed again, for the operators in `_SHARED`.
+    What another branch has computed from the same nodes is not computed again, for the operators in `_SHARED`; nodes
+    are the same only if, by what `writes` says, nothing more has been written into them.
     """
     for node in branch.nodes:
         if node.op == "output":
             return tuple(mapping[n] for n in node.args[0])
         if node.op == "placeholder":
             continue
-        key = (node.target, fx.map_arg(node.args, mapping.__getitem__)) if node.target in _SHARED else node
+        key: Any = node
+        if node.target in _SHARED:
+            given = fx.map_arg(node.args, mapping.__getitem__)
+            key = (node.target, given, *(writes(n) for n in given if isinstance(n, fx.Node)))
         if key not in shared:
             shared[key] = graph.node_copy(node, mapping.__getitem__)
         mapping[node] = shared[key]

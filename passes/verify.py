@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from sfi_compile.compat.dynamo import example
+from sfi_compile.compat.dynamo import example, storage_of
 from sfi_compile.passes.base import Pass, VerificationError, Work
 from sfi_compile.passes.dataflow import DataFlow, mutated_argument
 
@@ -103,10 +103,8 @@ def _of_the_model(graph: fx.Graph) -> set[fx.Node]:
 
 def _is_copy(node: fx.Node, origin: fx.Node) -> bool:
     """Whether what may be a view (a reshape, say, of repeated heads) has memory of its own."""
-    value, root = example(node), example(origin)
-    if not isinstance(value, torch.Tensor) or not isinstance(root, torch.Tensor):
-        return False
-    return bool(value.untyped_storage()._cdata != root.untyped_storage()._cdata)
+    own, other = storage_of(node), storage_of(origin)
+    return own is not None and other is not None and own != other
 
 
 def _has_axis(value: Any, size: int) -> bool:

@@ -14,9 +14,9 @@ from typing import Any
 from torch import fx
 
 from sfi_compile import diagnostics
-from sfi_compile.compat.dynamo import needs_gradients
+from sfi_compile.compat.dynamo import example, is_last_recompilation, needs_gradients
 from sfi_compile.compat.inductor import compile_graph, mode_patches
-from sfi_compile.config import Config
+from sfi_compile.config import Config, within
 from sfi_compile.cost_model import CostModel, SiteShape
 from sfi_compile.diagnostics import DenseGraph
 from sfi_compile.passes import pipeline
@@ -43,25 +43,37 @@ def sfi(gm: fx.GraphModule, example_inputs: Sequence[Any], **settings: Any) -> C
     """
     config = Config.from_options(settings.get("options"))
     patches = mode_patches(settings.get("mode") or config.mode)
+    if is_last_recompilation():
+        log.warning(
+            "sfi: Dynamo compiles this function for the last time; with other sizes it will run without a compiler. "
+            "Give every cache one length (max_cache_len), or raise torch._dynamo.config.recompile_limit"
+        )
     if is_prefill(gm.graph):
         return compile_graph(gm, example_inputs, patches)
     if needs_gradients(example_inputs):
-        _announce((_GRADIENTS,))
-        return _left_dense(compile_graph(gm, example_inputs, patches), (_GRADIENTS,))
+        survey = pipeline.run(pipeline.SURVEY, Work(config, gm)).matched
+        found = (_GRADIENTS,) if survey.sites else survey.rejections
+        _report(found, config)
+        return _left_dense(compile_graph(gm, example_inputs, patches), found)
 
     work = analyse(gm, config)
-    _report(work.matched, config)
+    _report(work.matched.rejections, config)
+    guard = work.matched.guard
+    if guard is not None and guard.tokens is None and config.boundary_token_ids:
+        log.warning("sfi: the graph looks up no token ids [batch, 1], so boundary_token_ids cannot trigger")
+    if guard is None and not work.matched.rejections:
+        log.info("sfi: a graph without attention is compiled by plain Inductor")
     if not work.pays:
         return _left_dense(compile_graph(gm, example_inputs, patches), work.matched.rejections)
 
-    guard = _guard_inputs(work.matched, work.graph)
+    reads = _guard_inputs(work.matched, work.graph)
     work = pipeline.run(pipeline.REWRITE, work, first_stage=len(pipeline.ANALYSIS))
     added = [n.meta["example_value"] for n in work.graph.graph.nodes if n.op == "placeholder"][-len(work.state) :]
     inputs = [*example_inputs, *added]
-    slow, fast = (compile_graph(module, inputs, patches) for module in work.variants)
+    slow, fast = (compile_graph(module, inputs, patches, pipeline.cache_key()) for module in work.variants)
     diagnostics.counters.graphs += 1
     state = {s.name: s.allocate() for s in work.state}
-    runner = DecodeRunner(slow, fast, guard, state, config, len(work.matched.sites))
+    runner = DecodeRunner(slow, fast, reads, state, work.config, len(work.matched.sites))
     diagnostics.rejected[runner] = work.matched.rejections
     return runner
 
@@ -73,6 +85,8 @@ def analyse(gm: fx.GraphModule, config: Config) -> Work:
         return work  # before any size is pinned: what stays dense may stay dynamic
     work = pipeline.run(pipeline.ANALYSIS, Work(config, gm))
     sites = work.matched.sites
+    config = within(config, max(s.context for s in sites))
+    work = dataclasses.replace(work, config=config)
     cost = CostModel.of([_shape(s) for s in sites], config)
     allocated = min(s.context for s in sites)
     if cost.threshold is not None and cost.threshold <= allocated:
@@ -103,13 +117,14 @@ def _shape(site: Site) -> SiteShape:
     )
 
 
-def _report(match: MatchResult, config: Config) -> None:
-    """One log line per rejection; an error with `strict=True`."""
-    if match.rejections and config.strict:
-        raise RejectedSitesError(match.rejections)
-    _announce(match.rejections)
-    if not match.sites and not match.rejections:
-        log.info("sfi: a graph without attention is compiled by plain Inductor")
+def _report(rejections: tuple[Rejection, ...], config: Config) -> None:
+    """One log line per rejection that is new; an error with `strict=True`."""
+    if rejections and config.strict:
+        raise RejectedSitesError(rejections)
+    known = diagnostics.rejections()
+    for rejection in rejections:
+        if rejection not in known:
+            log.warning("sfi: left dense: %s", rejection)
 
 
 def _left_dense(call: Callable[..., Any], rejections: tuple[Rejection, ...]) -> Callable[..., Any]:
@@ -121,13 +136,6 @@ def _left_dense(call: Callable[..., Any], rejections: tuple[Rejection, ...]) -> 
     return graph
 
 
-def _announce(rejections: tuple[Rejection, ...]) -> None:
-    known = diagnostics.rejections()
-    for rejection in rejections:
-        if rejection not in known:
-            log.warning("sfi: left dense: %s", rejection)
-
-
 def _guard_inputs(match: MatchResult, module: fx.GraphModule) -> GuardInputs:
     """Where the runtime finds position, tokens and fingerprint among the graph's inputs."""
     guard = match.guard
@@ -136,10 +144,15 @@ def _guard_inputs(match: MatchResult, module: fx.GraphModule) -> GuardInputs:
     inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
     positions, used = extract(module, guard.positions)
     layout = guard.write.layout
+    writes = [w for site in match.sites for w in (site.key_write, site.value_write)]
+    watched = [w.root for w in writes] + [n for site in match.sites for n in site.constants]
     return GuardInputs(
         positions=positions,
         position_arguments=tuple(inputs.index(n) for n in used),
         tokens=None if guard.tokens is None else inputs.index(guard.tokens),
+        lengths=tuple(min(int(example(w.root).shape[w.axis]) for w in writes if w.index is n) for n in guard.positions),
+        watched=tuple(sorted({inputs.index(n) for n in watched})),
+        telling=guard.telling,
         root=inputs.index(guard.write.root),
         axis=guard.write.axis,
         batch=match.sites[-1].batch,

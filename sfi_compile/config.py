@@ -164,6 +164,12 @@ class Config:
         return cls(**{key: _CHECKS[key](key, value) for key, value in merged.items()})
 
 
+def within(config: Config, context: int) -> Config:
+    """The same for caches of at most `context` positions: no part of a memory need be longer than that."""
+    names = ("sink", "recent", "refresh_interval")
+    return dataclasses.replace(config, **{name: min(getattr(config, name), context) for name in names})
+
+
 def _refuse(key: str, value: object, allowed: str) -> OptionError:
     return OptionError(f"sfi: option {key!r} is {value!r}; allowed: {allowed}")
 
@@ -235,7 +241,8 @@ def _folder(key: str, value: Any) -> str:
 
 def _token_ids(key: str, value: Any) -> tuple[int, ...]:
     allowed = "an iterable of token ids (whole numbers >= 0)"
-    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+    # Dynamo compares options by ==, which arrays and tensors answer element by element.
+    if isinstance(value, (str, bytes)) or hasattr(value, "__array__") or not isinstance(value, Iterable):
         raise _refuse(key, value, allowed)
     one = _whole(0)
     try:

@@ -32,6 +32,8 @@ class RowStatus(enum.IntEnum):
     """Attention gave NaN or infinity: dense, no memory."""
     SPLIT = 3
     """The sites write to different positions: dense, no memory."""
+    AHEAD = 4
+    """The mask lets through positions after the one written (a ring buffer, say): dense, no memory."""
 
 
 def _flagged(rows: Tensor) -> list[int]:
@@ -143,19 +145,20 @@ def frame(
         slots: slots of the memory.
 
     Returns:
-        extent int64 [B, 2]: number of tokens that the last query may attend to with any head, and one past the last of
-        them (at least 1); log_position float32 [B, N], the selector's, -inf off its candidates; held int64 [B, slots]:
-        the support but for the selected tokens, -1 for empty.
+        extent int64 [B, 3]: tokens that the last query may attend to with any head, one past the last of them (at least
+        1), and whether any comes after the position; log_position float32 [B, N], the selector's, -inf off its
+        candidates; held int64 [B, slots]: the support but for the selected tokens, -1 for empty.
     """
     parsed = parse_spec(spec)
     size, last = mask.shape[-1], int(position[-1])
-    extent = torch.zeros(slow_rows.shape[0], 2, dtype=torch.int64, device=mask.device)
+    extent = torch.zeros(slow_rows.shape[0], 3, dtype=torch.int64, device=mask.device)
     log_position = torch.full((extent.shape[0], size), attention.NEG_INF, device=mask.device)
     held = torch.full((extent.shape[0], slots), -1, dtype=torch.int64, device=mask.device)
     for b in _flagged(slow_rows):
         allowed = attention.may_attend(mask[b if mask.shape[0] > 1 else 0][:, -1]).any(0)
         extent[b, 0] = allowed.sum()
         extent[b, 1] = (allowed * torch.arange(1, size + 1, device=mask.device)).max().clamp_min(1)
+        extent[b, 2] = extent[b, 1] > last + 1
         candidates = support.candidates(allowed, last, parsed.sink, parsed.recent)
         log_position[b] = selector.log_position(candidates, parsed)
         held[b] = support.frame(allowed, last, parsed.sink, parsed.recent, selected_end, slots)
@@ -168,7 +171,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch = slow_rows.shape[0]
     return (
-        mask.new_empty(batch, 2, dtype=torch.int64),
+        mask.new_empty(batch, 3, dtype=torch.int64),
         mask.new_empty(batch, mask.shape[-1], dtype=torch.float32),
         mask.new_empty(batch, slots, dtype=torch.int64),
     )
@@ -195,7 +198,7 @@ def dense_attention(
         v: [B, Hkv, N, Dv].
         mask: bool or float, broadcastable to [B, Hq, Q, N].
         slow_rows: bool [B].
-        extent: int64 [B, 2], of `sfi::frame`.
+        extent: int64 [B, 3], of `sfi::frame`.
         scale: factor of the logits.
         min_context: valid tokens from which a row keeps a memory; a row without any never does.
         status: int64 [B] of `RowStatus`, written for slow rows: raised to SHORT or NOT_FINITE where that holds.
@@ -215,7 +218,7 @@ def dense_attention(
     plain_mask = mask.dtype == torch.bool and packed_mask.shape[1:3] == (1, 1)
     extents = extent.tolist()
     for b in _flagged(slow_rows):
-        valid, length = extents[b]
+        valid, length, ahead = extents[b]
         row_mask = packed_mask[b if packed_mask.shape[0] > 1 else 0, ..., :length]
         blocks = not plain_mask or valid < length
         # Slots past the length are masked, and may hold anything.
@@ -229,6 +232,8 @@ def dense_attention(
             status[b].clamp_(min=RowStatus.SHORT)
         if not math.isfinite(out[b].abs().amax()):
             status[b].clamp_(min=RowStatus.NOT_FINITE)
+        if ahead:
+            status[b].clamp_(min=RowStatus.AHEAD)
     return attention.unpack_queries(out, query_heads), logits
 
 
@@ -261,7 +266,7 @@ def select(
         keys: [B, Hkv, N, Dk].
         slow_rows: bool [B].
         status: int64 [B] of `RowStatus`.
-        extent: int64 [B, 2], of `sfi::frame`.
+        extent: int64 [B, 3], of `sfi::frame`.
         log_position: float32 [B, N], of `sfi::frame`.
         spec: `SelectorSpec.to_text()`.
 

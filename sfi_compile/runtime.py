@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,7 +33,15 @@ class GuardInputs:
     effects."""
     position_arguments: tuple[int, ...]
     tokens: int | None
+    lengths: tuple[int, ...]
+    """Positions of the shortest cache that is written at each of them."""
+    watched: tuple[int, ...]
+    """Inputs that nobody else may change while a memory lives: all cache roots, and what keys and values are computed
+    from beside them."""
+    telling: bool
+    """Whether the fingerprint depends on the tokens before it."""
     root: int
+    """Input whose row is the fingerprint."""
     axis: int
     """Sequence axis of the root."""
     batch: int
@@ -58,8 +68,10 @@ class DecodeRunner:
         self.boundary = frozenset(config.boundary_token_ids) if guard.tokens is not None else frozenset()
         self.next_position: int | None = None
         self.fingerprint: Tensor | None = None
-        self.version: int | None = None
-        self.address = 0
+        self.marks: list[Any] = []
+        self.root: Callable[[], Tensor | None] = lambda: None
+        self.lock = threading.Lock()
+        self.warned: set[RowStatus] = set()
         diagnostics.runners.add(self)
 
     @property
@@ -78,26 +90,28 @@ class DecodeRunner:
         Raises:
             IndexError: the position lies outside the cache.
         """
-        root: Tensor = args[self.guard.root]
-        position, why, status = self._decide(args, root)
-        slow = any(why)
-        if slow:
-            self._announce(why, status)
-        # Until the step is done, no row may trust what is half done: an error leaves all rows slow.
-        self.next_position = None
-        out = (self.slow if slow else self.fast)(*args, *self.arguments)
-        if slow:
-            self._settle(position, why)
-        self._count(position, why)
-        self._remember(root, position)
-        return out
+        with self.lock:  # threads share the state, whichever cache they decode on
+            position, why, status = self._decide(args)
+            slow = any(why)
+            if slow:
+                self._announce(why, status)
+            # Until the step is done, no row may trust what is half done: an error leaves all rows slow.
+            self.next_position = None
+            out = (self.slow if slow else self.fast)(*args, *self.arguments)
+            if slow:
+                self._settle(position, why)
+            self._count(position, why)
+            if status is not RowStatus.SPLIT:
+                self._remember(args, position)
+            return out
 
-    def _decide(self, args: Sequence[Any], root: Tensor) -> tuple[int, list[Trigger | None], RowStatus]:
+    def _decide(self, args: Sequence[Any]) -> tuple[int, list[Trigger | None], RowStatus]:
         """The step's position, why each row must be slow (None: it may be fast), and what slow rows start from."""
         g = self.guard
+        root: Tensor = args[g.root]
         positions = g.positions(*(args[i] for i in g.position_arguments))
         flags: list[Tensor] = [position[-1:].long() for position in positions]
-        trusted = self.next_position is not None and self.fingerprint is not None and self._same_version(root)
+        trusted = self.next_position is not None and self.fingerprint is not None and self._untouched(args)
         if g.tokens is not None and self.boundary:
             flags.append(args[g.tokens][:, -1].long())
         if trusted and self.next_position is not None and self.fingerprint is not None:
@@ -109,15 +123,17 @@ class DecodeRunner:
             flags.append(same.flatten(1).all(1).long())
         values = torch.cat(flags).tolist()  # the one read of a step
         found, rest = values[: len(positions)], values[len(positions) :]
-        if not 0 <= min(found) <= max(found) < root.shape[g.axis]:
-            raise IndexError(
-                f"sfi: position {max(found, key=abs)} lies outside the cache, which holds {root.shape[g.axis]} "
-                "positions; give the cache a larger max_cache_len"
-            )
+        for position, length in zip(found, g.lengths, strict=True):
+            if position >= length:
+                raise IndexError(
+                    f"sfi: position {position} lies outside the cache, which holds {length} positions; "
+                    "give the cache a larger max_cache_len"
+                )
         position = found[0]
         tokens = rest[: g.batch] if g.tokens is not None and self.boundary else [None] * g.batch
-        # A memory has one position. A slow step needs none, so such a step is slow, and no row gets a memory.
-        split = len(set(found)) > 1
+        # A memory has one position, counted from the start. A slow step needs none, so such a step is slow, and no row
+        # gets a memory.
+        split = len(set(found)) > 1 or position < 0
         trusted = trusted and position == self.next_position and not split
         continues = rest[-g.batch :] if trusted else [0] * g.batch
         why = [
@@ -126,17 +142,22 @@ class DecodeRunner:
         ]
         return position, why, RowStatus.SPLIT if split else RowStatus.READY
 
-    def _same_version(self, root: Tensor) -> bool:
+    def _untouched(self, args: Sequence[Any]) -> bool:
         """The same memory, into which nobody else wrote since our last step, as far as torch tracks it.
 
-        An equal address proves nothing, but another one is another cache. The keys of a decoder of one layer depend on
-        token and position alone, so that its fingerprint cannot tell two texts apart.
+        An equal address proves nothing, but another one is another cache. Where the fingerprint cannot tell two texts
+        apart (the keys of a first layer depend on token and position alone), the root must be the same object, too, and
+        have a version counter, which `inference_mode` does not keep.
         """
-        if root.data_ptr() != self.address:
+        if not self.guard.telling and (
+            self.root() is not args[self.guard.root] or args[self.guard.root].is_inference()
+        ):
             return False
-        if root.is_inference():
-            return self.sites > 1  # no version is kept, and the fingerprint of a single site may not be enough
-        return self.version is None or root._version == self.version
+        return self.marks == self._marks(args)
+
+    def _marks(self, args: Sequence[Any]) -> list[Any]:
+        watched = [args[i] for i in self.guard.watched]
+        return [(t.data_ptr(), None if t.is_inference() else t._version) for t in watched]
 
     def _announce(self, why: list[Trigger | None], status: RowStatus) -> None:
         slow_rows = torch.tensor([w is not None for w in why])
@@ -157,6 +178,9 @@ class DecodeRunner:
                 row.valid = False
                 if status[b] == RowStatus.NOT_FINITE:
                     log.warning("sfi: attention of row %d is not finite at position %d; it stays dense", b, position)
+                elif status[b] == RowStatus.AHEAD and RowStatus.AHEAD not in self.warned:
+                    self.warned.add(RowStatus.AHEAD)
+                    log.warning("sfi: the mask lets through positions after the one written; such rows stay dense")
         self.state["sfi_refreshed_at"].copy_(torch.tensor([row.refreshed_at for row in self.rows]))
 
     def _count(self, position: int, why: list[Trigger | None]) -> None:
@@ -177,13 +201,14 @@ class DecodeRunner:
                 c.support_sum += support
                 c.retention_sum += support / row.context
 
-    def _remember(self, root: Tensor, position: int) -> None:
-        """The fingerprint that the next step must find again."""
+    def _remember(self, args: Sequence[Any], position: int) -> None:
+        """The fingerprint, and the marks of all caches, that the next step must find again."""
+        root: Tensor = args[self.guard.root]
         row = root.select(self.guard.axis, position)
         if self.fingerprint is None:
-            if root.is_inference() and self.sites == 1:
-                log.warning("sfi: one site under torch.inference_mode(): every step is slow; use torch.no_grad()")
+            if root.is_inference() and not self.guard.telling:
+                log.warning("sfi: one layer under torch.inference_mode(): every step is slow; use torch.no_grad()")
             self.fingerprint = torch.empty_like(row, memory_format=torch.contiguous_format)
         self.fingerprint.copy_(row)
         self.next_position = position + 1
-        self.address, self.version = root.data_ptr(), None if root.is_inference() else root._version
+        self.root, self.marks = weakref.ref(root), self._marks(args)

@@ -94,6 +94,8 @@ class Site:
     device: torch.device
     repeats_heads: bool
     """The model materialises keys and values repeated to the query heads."""
+    constants: tuple[fx.Node, ...]
+    """Graph inputs from which, beside the cache, keys and values are computed; a memory outlives no change of them."""
     context_sources: tuple[fx.Node, ...]
     """Where context-sized axes enter: cache roots, mask inputs, constructors as long as the context."""
 
@@ -130,7 +132,9 @@ class Guard:
     tokens: fx.Node | None
     """Placeholder [batch, query_len] of the token ids fed, or None (then only the interval triggers)."""
     write: CacheWrite
-    """The last site's key write: its root's row at `p - 1` is the fingerprint."""
+    """The key write whose root's row at `p - 1` is the fingerprint."""
+    telling: bool
+    """The fingerprint depends on the tokens before: its key is computed from an earlier site's output."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,7 +28,7 @@ SMALL = {"min_context": 0, "sink": 2, "k_head": 8, "recent": 6, "refresh_interva
 @contextmanager
 def eager_lowering() -> Iterator[None]:
     """Run every graph of the backend as plain FX: the same passes and runtime, in seconds less."""
-    with mock.patch("sfi_compile.backend.compile_graph", lambda gm, inputs, patches: gm.forward):
+    with mock.patch("sfi_compile.backend.compile_graph", lambda gm, inputs, patches, tag="": gm.forward):
         torch._dynamo.reset()
         yield
 

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -209,7 +210,7 @@ def test_boundary_token_ids_are_a_sorted_set() -> None:
     assert Config.from_options({"boundary_token_ids": []}).boundary_token_ids == ()
 
 
-@pytest.mark.parametrize("bad", ["13", b"13", 13, None, True])
+@pytest.mark.parametrize("bad", ["13", b"13", 13, None, True, torch.tensor([3]), torch.tensor([3]).numpy()])
 def test_boundary_token_ids_must_be_an_iterable(bad: object) -> None:
     assert_refused("boundary_token_ids", bad, "an iterable of token ids (whole numbers >= 0)")
 

@@ -1,4 +1,4 @@
-"""What Dynamo hangs on its graphs without saying so. Checked on torch 2.11.0 and 2.13.0.
+"""What Dynamo hangs on its graphs without saying so. Checked on torch 2.11.0, 2.13.0 and 2.14.1.
 
 A copy made by `copy.deepcopy` loses the sources of parameters and inputs; without them no input counts as static, and
 CUDA graphs are skipped.
@@ -23,9 +23,22 @@ def compiled_graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
+def is_last_recompilation() -> bool:
+    """Whether Dynamo, now compiling a function, will give up on it when it has to do so once more."""
+    compile_id = torch._guards.CompileContext.current_compile_id()
+    count = None if compile_id is None else compile_id.frame_compile_id
+    return count is not None and count + 1 >= torch._dynamo.config.recompile_limit
+
+
 def example(node: fx.Node) -> Any:
     """The fake value that Dynamo (or a pass) recorded for a node; None where there is none."""
     return node.meta.get("example_value", node.meta.get("val"))
+
+
+def storage_of(node: fx.Node) -> int | None:
+    """Equal for two nodes whose values share memory; None where the node's fake value does not tell."""
+    value = example(node)
+    return value.untyped_storage()._cdata if isinstance(value, FakeTensor) else None
 
 
 def size_hint(size: int | torch.SymInt) -> int:

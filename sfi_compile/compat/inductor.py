@@ -1,4 +1,4 @@
-"""Inductor's private entry points. Checked on torch 2.11.0 and 2.13.0."""
+"""Inductor's private entry points. Checked on torch 2.11.0, 2.13.0 and 2.14.1."""
 
 from __future__ import annotations
 
@@ -10,11 +10,19 @@ import torch
 from torch import fx
 
 
-def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -> Callable[..., Any]:
-    """Compile an FX graph as `backend="inductor"` would, with Inductor config `patches`."""
+def compile_graph(
+    gm: fx.GraphModule, inputs: Sequence[Any], patches: dict[str, Any], tag: str = ""
+) -> Callable[..., Any]:
+    """Compile an FX graph as `backend="inductor"` would, with Inductor config `patches`.
+
+    Inductor keeps compiled graphs on disk, by what is in them. `tag` stands for what it cannot see: a graph that was
+    kept under another tag is compiled anew.
+    """
     from torch._inductor.compile_fx import compile_fx
 
-    compiled = compile_fx(gm, list(inputs), config_patches=patches or None)
+    settings = torch.compiler.config
+    with settings.patch(cache_key_tag=f"{settings.cache_key_tag}{tag}"):  # type: ignore[attr-defined]
+        compiled = compile_fx(gm, list(inputs), config_patches=patches or None)
     if not callable(compiled):
         raise TypeError(f"Inductor returned {type(compiled).__name__}, not a callable")
     return compiled

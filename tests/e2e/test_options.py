@@ -69,7 +69,7 @@ def test_options_that_are_accepted(options: dict[str, Any] | None) -> None:
 def test_a_mode_reaches_inductor(where: str) -> None:
     given: list[dict[str, Any]] = []
 
-    def compile_graph(gm: Any, inputs: Any, patches: dict[str, Any]) -> Any:
+    def compile_graph(gm: Any, inputs: Any, patches: dict[str, Any], tag: str = "") -> Any:
         given.append(patches)
         return gm.forward
 

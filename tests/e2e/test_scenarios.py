@@ -127,29 +127,6 @@ def twin_cache_is(twin: Any, cache: Any, new: int) -> None:
         mine.cumulative_length.copy_(other.cumulative_length - new)
 
 
-def test_layers_whose_counters_disagree() -> None:
-    """Every layer of a static cache counts for itself; a memory has one position."""
-    model, config = LLAMA.build()
-    caches = [transformers.StaticCache(config=config, max_cache_len=64) for _ in range(2)]
-    fed = prompt(1, 24, 1)
-    kinds = []
-    with torch.no_grad(), eager_lowering():
-        forward = compiled(model, **FULL)
-        for each in caches:
-            LLAMA.call(model.forward, prompt(1, 20), each, 0)
-        for step, token in enumerate(fed.split(1, dim=1)):
-            shift = {8: -2, 16: 2}.get(step, 0)
-            for each in caches:
-                each.layers[1].cumulative_length.add_(shift)
-            before = sfi_compile.stats()
-            ours = LLAMA.call(forward, token.clone(), caches[0], 0)
-            kinds.append(kind_since(before))
-            dense = LLAMA.call(model.forward, token.clone(), caches[1], 0)
-            torch.testing.assert_close(ours, dense, rtol=1e-4, atol=1e-4)
-    assert set(kinds[8:17]) == {"slow"}
-    assert kinds[:8].count("fast") == kinds[16:].count("fast") == 7
-
-
 @pytest.mark.parametrize("decoder", [d for d in PARTLY if d.name != "bart"], ids=lambda d: d.name)
 def test_windows_long_after_they_are_full(decoder: Decoder) -> None:
     model, _ = decoder.build()

@@ -16,6 +16,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from sfi_compile.config import Config
 from sfi_compile.kernels import reference
 
+BLOCKED = -5000.0
+"""A bias below this blocks."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -52,7 +54,7 @@ class Attention:
     def allowed(self, b: int) -> Tensor:
         """What the last query of a row may attend to: bool [N]."""
         last = self.mask_of(b)[0, -1]
-        return last if last.dtype == torch.bool else last > torch.finfo(last.dtype).min / 2
+        return last if last.dtype == torch.bool else last > BLOCKED
 
     def clean(self) -> tuple[Tensor, Tensor]:
         """Keys and values without poison: what a slow row may read is unchanged, the rest is zero."""
@@ -118,9 +120,9 @@ def attentions(draw: st.DrawFn, queries: int = 3, dtypes: tuple[torch.dtype, ...
     for b in range(rows):
         own = lengths[b] - query_len + i[:, None]
         mask[b] = (mask[b] | (t == own)) & (t >= padding[b]) & (t <= own)
-    kind = draw(st.sampled_from(["bool", "inf", "min"]))
+    kind = draw(st.sampled_from(["bool", "inf", "min", "far"]))
     if kind != "bool":
-        blocked = -math.inf if kind == "inf" else torch.finfo(dtype).min
+        blocked = {"inf": -math.inf, "min": torch.finfo(dtype).min, "far": -1e4}[kind]
         bias = torch.randn(mask.shape, generator=g) * draw(st.sampled_from([0.0, 2.0]))
         mask = bias.to(dtype).masked_fill(~mask, blocked)
     magnitude = draw(st.sampled_from([0.3, 1.0, 4.0]))

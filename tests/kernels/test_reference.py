@@ -62,7 +62,7 @@ def test_sink_candidates_and_recent_cover_what_is_allowed(
     allowed[position + 1 :] = False
     cand = reference.candidates(allowed, position, sink, recent)
     spec = spec_with(sink=sink, recent=recent)
-    every = allowed.nonzero().flatten().tolist()
+    every = sorted({*allowed.nonzero().flatten().tolist(), position})
     chosen = cand.nonzero().flatten().tolist()
     fixed = reference.support(allowed, position, [[]], spec)[0]
     assert not set(fixed) & set(chosen)

@@ -54,6 +54,9 @@ INPLACE: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "through .T": lambda c, x: c.T.zero_(),
     "through .data": lambda c, x: c.data.zero_(),
     "through an item": lambda c, x: c[0].zero_(),
+    "through a function's view": lambda c, x: torch.swapaxes(c, 0, 1).zero_(),
+    "through an operator's view": lambda c, x: torch.ops.aten.select(c, 0, 1).zero_(),
+    "through one of several views": lambda c, x: torch.tensor_split(c, 2)[0].zero_(),
     "through a cast to the same dtype": lambda c, x: c.long().zero_(),
 }
 
@@ -79,6 +82,26 @@ def test_writes_in_place_are_seen_and_kept(name: str) -> None:
     function(expected[c], expected[x])
     recorded.module(*found)
     assert torch.equal(found[c], expected[c])
+
+
+def test_inputs_that_share_memory() -> None:
+    """Two views of one tensor are two inputs; a write into one is a write into the other."""
+
+    def function(one: Tensor, two: Tensor) -> Tensor:
+        one.zero_()
+        return two * 2
+
+    big = torch.ones(4, 3)
+    recorded: list[tuple[DataFlow, list[torch.fx.Node]]] = []
+
+    def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        recorded.append((DataFlow(module.graph), [n for n in module.graph.nodes if n.op == "placeholder"]))
+        return module.forward
+
+    torch._dynamo.reset()
+    torch.compile(function, backend=backend)(big[:3], big[1:])
+    ((flow, (one, two)),) = recorded
+    assert flow.writes(one) == flow.writes(two) != ()
 
 
 @pytest.mark.parametrize(

@@ -57,12 +57,13 @@ def test_every_field_of_a_site() -> None:
         "dtype": torch.float32,
         "device": torch.device("cpu"),
         "repeats_heads": True,
+        "constants": (),
         "context_sources": (node("l_keys_"), node("l_values_"), node("arange")),
     }
     assert {name: getattr(site, name) for name in expected} == expected
     assert {f.name for f in dataclasses.fields(site)} == {*expected, "module"}
     assert (site.group, site.position, site.key_write.axis) == (2, node("l_pos_"), 2)
-    assert found.guard == Guard((node("l_pos_"),), None, site.key_write)
+    assert found.guard == Guard((node("l_pos_"),), None, site.key_write, telling=False)
 
 
 def test_defaults_and_a_transposed_cache_of_one_row() -> None:
@@ -100,6 +101,57 @@ def test_a_position_may_move_on_where_nobody_reads_it_again() -> None:
         assert (len(found.sites), found.rejections) == (1, ())
 
 
+class TestFingerprint:
+    """Whether the keys watched depend on the text before them."""
+
+    @staticmethod
+    def telling(function: Callable[..., Any], *more: Tensor) -> tuple[bool, str]:
+        guard = match(record(function, *operands(), *more).graph).guard
+        assert guard is not None
+        return guard.telling, guard.write.root.name
+
+    def test_one_layer(self) -> None:
+        assert self.telling(minimal) == (False, "l_keys_")
+
+    def test_the_last_layer_that_depends_on_another(self) -> None:
+        def two(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor, *other: Tensor) -> Tensor:
+            x = minimal(q, k, v, keys, values, pos)
+            return minimal(x, x, v, *other, pos)
+
+        assert self.telling(two, tensor(1, 1, 8, 2), tensor(1, 1, 8, 2, seed=1)) == (True, "l_other_0_")
+
+    def test_a_cache_shared_by_two_layers(self) -> None:
+        def shared(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+            mask = written(k, v, keys, values, pos)
+            return SDPA(SDPA(q, keys, values, attn_mask=mask), keys, values, attn_mask=mask)
+
+        assert self.telling(shared) == (False, "l_keys_")
+
+
+@pytest.mark.parametrize(
+    "mask_of",
+    [
+        lambda m, n: m & torch.full(size=(1, 1, 1, n), fill_value=True),
+        lambda m, n: m.transpose(2, 3).permute(dims=(0, 1, 3, 2)),
+    ],
+)
+def test_keywords_in_a_mask_are_no_reason_to_fail(mask_of: Callable[[Tensor, int], Tensor]) -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+        return SDPA(q, keys, values, attn_mask=mask_of(written(k, v, keys, values, pos), N))
+
+    found = match(record(function, *operands(size=N)).graph)
+    assert len(found.sites) + len(found.rejections) == 1
+
+
+def test_atens_own_attention() -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+        mask = written(k, v, keys, values, pos)
+        return torch.ops.aten.scaled_dot_product_attention(q, keys, values, mask, 0.0, False, scale=0.3)
+
+    (site,) = match(record(function, *operands()).graph).sites
+    assert site.scale == 0.3
+
+
 class TestTokens:
     """The input that holds the token ids fed."""
 
@@ -127,6 +179,17 @@ class TestTokens:
 
         one = torch.tensor([[1]])
         assert self.tokens(function, one, one + 1, tensor(9, 2), tensor(4, 2), *operands()[1:]) == "l_ids_"
+
+    def test_the_table_as_long_as_the_logits_are_wide(self) -> None:
+        """A byte-level model has more positions than tokens."""
+
+        def function(ids: Tensor, places: Tensor, words: Tensor, positions: Tensor, *rest: Tensor) -> Tensor:
+            f = torch.nn.functional.embedding
+            x = f(places, positions) + f(ids, weight=words)
+            return minimal(x[:, None], *rest) @ words.T
+
+        one = torch.tensor([[1]])
+        assert self.tokens(function, one, one + 1, tensor(3, 2), tensor(9, 2), *operands()[1:]) == "l_ids_"
 
     def test_none_when_embeddings_are_fed(self) -> None:
         assert self.tokens(minimal, *operands()) is None

@@ -157,6 +157,31 @@ def counted_later(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor,
     return SDPA(q, keys, values, attn_mask=mask)
 
 
+def running_scale(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    """De-quantisation with a scale that every step may raise."""
+    scale = torch.ones(1)
+    scale.copy_(torch.maximum(scale, v.abs().amax()))
+    mask = written(k, v, keys, values, pos)
+    return SDPA(q, keys, values * scale, attn_mask=mask)
+
+
+def decayed(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    mask = written(k, v, keys, values, pos)
+    decay = torch.exp((torch.arange(N) - pos).float())[:, None]
+    return SDPA(q, keys * decay, values, attn_mask=mask)
+
+
+def other_bits(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    """A view with the same shape that reads other numbers."""
+    mask = written(k, v, keys, values, pos)
+    return SDPA(q, keys.view(torch.int32).to(q.dtype), values, attn_mask=mask)
+
+
+def checkpointed(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Any:
+    mask = written(k, v, keys, values, pos)
+    return torch.utils.checkpoint.checkpoint(SDPA, q, keys, values, mask, use_reentrant=False)
+
+
 CODES: list[tuple[str, Step, dict[str, int]]] = [
     ("rank", three_axes, {}),
     ("query-length", rewritten(query=lambda q, *_: q.expand(1, 1, 3, 2)), {}),
@@ -166,6 +191,11 @@ CODES: list[tuple[str, Step, dict[str, int]]] = [
     ("no-cache-write", unwritten, {}),
     ("not-commutable", growing, {}),
     ("not-commutable", rewritten(key=lambda q, k, *_: k.roll(1, 2)), {}),
+    ("not-commutable", other_bits, {}),
+    ("not-commutable", rewritten(key=lambda q, k, *_: k.permute(dims=(0, 1, 2, 3))), {}),
+    ("changing-operand", running_scale, {}),
+    ("changing-operand", decayed, {}),
+    ("changing-operand", rewritten(key=lambda q, k, v, mask, pos: k * pos), {}),
     ("several-roots", rewritten(key=lambda q, k, v, *_: k + v), {}),
     ("several-writes", twice, {}),
     ("several-writes", masked_write, {}),
@@ -190,6 +220,7 @@ CODES: list[tuple[str, Step, dict[str, int]]] = [
     ("softmax-chain", softmax_chain, {}),
     ("opaque-module", opaque, {}),
     ("flex-attention", flex, {}),
+    ("nested-graph", checkpointed, {}),
 ]
 
 
@@ -226,6 +257,17 @@ def test_a_softmax_that_is_not_attention() -> None:
         return torch.softmax(q @ w, -1) * out
 
     found = match(record(router, *operands(), tensor(2, 2)).graph)
+    assert (len(found.sites), found.rejections) == (1, ())
+
+
+def test_a_router_over_what_attention_gave() -> None:
+    """Its values come from a cache, but through attention."""
+
+    def router(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+        out = minimal(q, k, v, keys, values, pos)
+        return torch.matmul(torch.softmax(out.transpose(2, 3), -1), out)
+
+    found = match(record(router, *operands()).graph)
     assert (len(found.sites), found.rejections) == (1, ())
 
 

@@ -93,6 +93,19 @@ def test_sites_under_one_mask_share_a_frame() -> None:
     assert "sfi.frame(" not in text(fast.graph)
 
 
+def test_a_mask_written_between_sites_has_a_frame_for_each() -> None:
+    def function(q: Tensor, keys: Tensor, values: Tensor, pos: Tensor, mask: Tensor) -> Tensor:
+        keys.index_copy_(2, pos, q)
+        values.index_copy_(2, pos, q)
+        q = SDPA(q, keys, values, attn_mask=mask[None, None])
+        mask.fill_(0)
+        return SDPA(q, keys, values, attn_mask=mask[None, None])
+
+    inputs = (tensor(1, 1, 1, 2), tensor(1, 1, 8, 2, seed=1), tensor(1, 1, 8, 2, seed=2), torch.tensor([5]))
+    slow, _ = compiled(record(function, *inputs, tensor(1, 8, seed=3)).module, "unswitch").variants
+    assert text(slow.graph).count("= sfi.frame(") == 2
+
+
 def two_layers(
     x: Tensor, w: Tensor, keys: Tensor, values: Tensor, keys2: Tensor, values2: Tensor, pos: Tensor, length: Tensor
 ) -> Tensor:

@@ -107,7 +107,7 @@ def dense_after_all(graph: fx.Graph, builder: Builder) -> None:
     with graph.inserting_before(attention):
         keys, values = find(graph, "l_keys_"), find(graph, "l_values_")
         mask = builder.call(torch.ones, 1, 1, 1, N)
-        extent = builder.call(torch.ones, 1, 2, dtype=torch.int64)
+        extent = builder.call(torch.ones, 1, 3, dtype=torch.int64)
         arguments = (attention.args[0], keys, values, mask, rows, extent, 1.0, 0, status, context)
         both = builder.call(torch.ops.sfi.dense_attention.default, *arguments)
         attention.replace_all_uses_with(builder.call(lambda pair: pair[0], both))

@@ -42,12 +42,13 @@ class Variant:
     min_refresh_gap: int = 2
     sentence_cooldown: int = 2
     min_context: int = 0
+    strict: bool = True
 
     @property
     def config(self) -> Config:
         names = [f.name for f in dataclasses.fields(Config)]
         options = {k: v for k, v in dataclasses.asdict(self).items() if k in names}
-        return Config.from_options({**options, "boundary_token_ids": BOUNDARIES, "nms_window": 4, "strict": True})
+        return Config.from_options({**options, "boundary_token_ids": BOUNDARIES, "nms_window": 4})
 
     @property
     def options(self) -> dict[str, Any]:
@@ -55,6 +56,7 @@ class Variant:
 
 
 SMALL = Variant()
+NOT_STRICT = Variant(strict=False)
 MANY_HEADS = Variant(kv_heads=3, group=1, rotary=False, k_head=2, sink=0, recent=1, refresh_interval=4)
 FULL = Variant(k_head=SIZE, sink=2, recent=4, refresh_interval=6, min_context=7)
 ONE_LAYER = Variant(
@@ -176,7 +178,7 @@ def eager_lowering() -> Iterator[None]:
     """Run the rewritten graphs as Python."""
     limits = torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=1024)
     with pytest.MonkeyPatch.context() as patch, limits:
-        patch.setattr(backend, "compile_graph", lambda gm, inputs, patches: gm)
+        patch.setattr(backend, "compile_graph", lambda gm, inputs, patches, tag="": gm)
         patch.setattr(backend, "DecodeRunner", Recorder)
         yield
 
