@@ -52,7 +52,7 @@ def sfi(gm: fx.GraphModule, example_inputs: Sequence[Any], **settings: Any) -> C
         return compile_graph(gm, example_inputs, patches)
     if needs_gradients(example_inputs):
         survey = pipeline.run(pipeline.SURVEY, Work(config, gm)).matched
-        found = (_GRADIENTS,) if survey.sites else survey.rejections
+        found = (_GRADIENTS,) if survey.sites or survey.rejections else ()
         _report(found, config)
         return _left_dense(compile_graph(gm, example_inputs, patches), found)
 

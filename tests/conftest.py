@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
+import torch  # noqa: F401 (sets up its loggers)
 from hypothesis import settings
 
 # pytest would format every one of Dynamo's structured trace records.
