@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-CODE = re.compile(r'(?:_Refusal|Rejection)\(\s*"([a-z-]+)"')
+CODE = re.compile(r'(?:Refusal|Rejection)\(\s*"([a-z-]+)"')
 
 
 def test_every_rejection_has_an_entry() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
-from sfi_compile.passes import match_attention
+from sfi_compile.passes import reads
 from sfi_compile.passes.match_attention import is_prefill, match
 from tests.passes.toys import SDPA, minimal, operands, record, tensor, unchanged, written
 
@@ -111,7 +111,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Ten
 
 
 def long_position(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
-    for _ in range(match_attention._MOST_POSITION_NODES):
+    for _ in range(reads.MOST_POSITION_NODES):
         pos = pos + 0
     return minimal(q, k, v, keys, values, pos)
 
