@@ -129,7 +129,7 @@ def graphs_of(work: Work) -> dict[str, fx.GraphModule]:
 
 
 def dump(work: Work, folder: Path, stage: int, name: str) -> None:
-    """Write the readable form of every graph of this stage: `NN_pass.graph.py`."""
+    """Write the readable form of every graph of this stage: `NN_name.graph.py`, or `.slow.py` and `.fast.py`."""
     folder.mkdir(parents=True, exist_ok=True)
     for label, module in graphs_of(work).items():
         text = module.print_readable(print_output=False)

@@ -1,4 +1,7 @@
-"""The compiler as a table of contents: one ordered tuple is the run order and the cache key."""
+"""The compiler as a table of contents: ordered tuples are the run order and the cache key.
+
+SURVEY looks whether there is anything to rewrite and leaves symbolic sizes symbolic; then ANALYSIS and REWRITE run.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from pathlib import Path
 
 from sfi_compile import ops
 from sfi_compile.kernels import attention, selector, support
+from sfi_compile.passes import axes, base, dataflow, reads
 from sfi_compile.passes.base import Pass, Work, dump
 from sfi_compile.passes.commute_gather import CommuteGather
 from sfi_compile.passes.insert_guards import InsertGuards
@@ -33,6 +37,8 @@ def run(passes: tuple[Pass, ...], work: Work, first_stage: int = 0) -> Work:
 
 def cache_key() -> str:
     """A digest of what a compiled graph depends on beside its nodes: the passes in their order, and the operators."""
-    parts = [f"{one!r}\n{inspect.getsource(type(one))}" for one in (*ANALYSIS, *REWRITE)]
-    parts += [inspect.getsource(module) for module in (ops, attention, selector, support)]
+    passes = (*ANALYSIS, *REWRITE)
+    modules = {inspect.getmodule(type(one)): None for one in passes}
+    shared = (axes, base, dataflow, reads, ops, attention, selector, support)
+    parts = [*map(repr, passes), *(inspect.getsource(module) for module in (*modules, *shared) if module is not None)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -26,7 +26,7 @@ def sentence_boundaries(tokenizer: Any) -> tuple[int, ...]:
     """The token ids, ascending, whose text ends a sentence, a clause or a line.
 
     Pass the result as `options={"boundary_token_ids": ...}`: a row that is fed one of these tokens becomes slow and
-    refreshes its memory (arXiv 2603.12038, sentence-boundary trigger; docs/design.md, "What a step means").
+    refreshes its memory (arXiv 2603.12038, sentence-boundary trigger; docs/design.md, "Steps").
     `is_boundary_text` states the rule; it looks at one token at a time, so what depends on the neighbours is decided
     once for all: `.` counts although it may be a decimal point, `Mr.` and `);` count. A wrong boundary costs one
     early refresh, a missed one is caught by `refresh_interval`. Special tokens are never boundaries, and neither is

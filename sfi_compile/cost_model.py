@@ -1,6 +1,6 @@
 """What attention of one decode step moves and computes, as formulas of the context, and where SFI starts to win.
 
-This room imports `config` of ours and sympy, nothing of torch (docs/design.md, "Cost model"). `FORMULAS` is the model:
+This room imports `config` of ours and sympy, nothing of torch. `FORMULAS` is the model:
 one site each, in the symbols below; `CostModel` fills in numbers and sums over the sites.
 
 Decode attention is bound by memory traffic, so bytes alone decide the threshold; FLOPs are for the reader. Doubts are
@@ -99,7 +99,7 @@ class SiteShape:
 
 
 def largest_slow_share(config: Config) -> Fraction:
-    """Upper bound of the share of a row's steps that are slow (docs/design.md, "What a step means").
+    """Upper bound of the share of a row's steps that are slow (docs/design.md, "Steps").
 
     Without boundary tokens a row is slow every `refresh_interval` steps. With them, at the earliest `min_refresh_gap`
     steps after a refresh and after the cooldown; the bound takes a text of nothing but boundaries, so real text costs

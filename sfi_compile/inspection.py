@@ -15,6 +15,13 @@ from sfi_compile.diagnostics import Report, site_rows
 from sfi_compile.passes.match_attention import is_prefill
 from sfi_compile.site import Rejection
 
+_NO_ATTENTION = Rejection(
+    "no-attention",
+    "graph",
+    "no attention over a cache that was there before the step",
+    "fill the cache first, and pass one token a row",
+)
+
 
 def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Report:
     """Trace `model(*args, **kwargs)`, one decode step, and report its sites and rejections. Nothing is executed.
@@ -38,6 +45,9 @@ def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | 
             found.append(Report((), (several,), None, None))
             return
         work = analyse(gm, config)
+        if not work.matched.sites and not work.matched.rejections:
+            found.append(Report((), (_NO_ATTENTION,), None, None))
+            return
         tokens = work.matched.guard.tokens if work.matched.guard is not None else None
         name = None if tokens is None else tokens.name
         found.append(Report(site_rows(work.matched.sites), work.matched.rejections, work.cost, name))
@@ -46,7 +56,7 @@ def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | 
         broken = trace_once(function, args, kwargs, inspect)
     if broken is not None:
         graph_break = Rejection("graph-break", "graph", broken, "see TORCH_LOGS=graph_breaks; each piece decides alone")
-        rejections = (graph_break, *(r for report in found for r in report.rejections))
+        rejections = (graph_break, *(r for report in found for r in report.rejections if r is not _NO_ATTENTION))
         sites = tuple(s for report in found for s in report.sites)
         return Report(sites, rejections, found[0].cost if found else None, None)
     return found[0]

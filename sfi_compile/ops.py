@@ -1,7 +1,7 @@
 """The `sfi::` operators of the guarded graph: schemas, meaning, fakes, and a plain implementation for any device.
 
-Passes emit them and `lower` replaces those for which the device has something better. Each operator works on the rows
-that `slow_rows` flags and reads nothing of the others' context. This room knows kernels, not passes.
+Passes emit them, and `lower` replaces those of the fast path. The slow path's work on the rows that `slow_rows` flags
+and read nothing of the others' context. This room knows kernels and config, not passes.
 
 Shapes: B rows, Hq query heads, Hkv KV heads, G = Hq/Hkv, Q queries, N positions allocated, S memory slots.
 """

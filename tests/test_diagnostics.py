@@ -36,3 +36,8 @@ def test_rejections_live_as_long_as_their_graph(caplog: pytest.LogCaptureFixture
     gc.collect()
     assert sfi_compile.stats().rejections == before
     assert not [graph for graph in diagnostics.rejected if isinstance(graph, diagnostics.DenseGraph)]
+
+
+def test_explain_says_when_there_is_nothing_to_rewrite() -> None:
+    report = sfi_compile.explain(lambda x: x * 2, torch.ones(1))
+    assert (report.sites, [r.code for r in report.rejections]) == ((), ["no-attention"])

@@ -51,20 +51,3 @@ def fresh_cache() -> Iterator[None]:
 
     with fresh():
         yield
-
-
-def compile_function(
-    function: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], patches: dict[str, Any]
-) -> Callable[..., torch.Tensor]:
-    """Trace a tensor function at fixed shapes and compile it with Inductor, without Dynamo."""
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    with torch.no_grad():
-        traced = make_fx(function, tracing_mode="fake")(*inputs)
-        compiled = compile_graph(traced, inputs, patches)
-
-    def call(*args: torch.Tensor) -> torch.Tensor:
-        out = compiled(*args)
-        return out[0] if isinstance(out, (list, tuple)) else out  # type: ignore[no-any-return]
-
-    return call
