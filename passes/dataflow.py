@@ -17,20 +17,6 @@ from torch import fx
 
 from sfi_compile.compat.dynamo import example, storage_of
 
-_VIEW_METHODS = frozenset(
-    (
-        "view reshape transpose permute expand expand_as unsqueeze squeeze narrow select contiguous detach flatten "
-        "unflatten view_as chunk split unbind movedim moveaxis swapaxes swapdims t alias ravel as_strided diagonal "
-        "unfold"
-    ).split()
-)
-"""Methods whose result may share its input's storage ("may" is the safe side for mutation edges)."""
-_CASTS = frozenset("to type type_as float double half bfloat16 int long bool cpu cuda".split())
-"""Methods that return their input itself when there is nothing to change."""
-_VIEW_FUNCTIONS = frozenset(
-    {operator.getitem, torch.transpose, torch.permute, torch.unsqueeze, torch.squeeze, torch.reshape, torch.flatten}
-    | {torch.narrow, torch.select, torch.split, torch.chunk, torch.unbind, torch.movedim, getattr}
-)
 _INPLACE_OPERATORS = frozenset(
     {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ior, operator.iand, operator.setitem}
 )
@@ -89,26 +75,13 @@ class DataFlow:
         first: dict[int, fx.Node] = {}
         for node in self.nodes:
             written = mutated_arguments(node)
-            source = written[0] if written else self._viewed(node)
-            origin = node if source is None else self._origin[source]
-            # Fake values share storage as the real ones will, whatever made the view, and if two inputs overlap.
+            # Fake values share storage as the real ones will, whatever made a view, and if two inputs overlap. Only
+            # what a write returns may have no value of its own.
             storage = storage_of(node)
+            origin = self._origin[written[0]] if written else node
             self._origin[node] = origin if storage is None else first.setdefault(storage, origin)
             for origin in dict.fromkeys(self._origin[w] for w in written):
                 self._writes.setdefault(origin, []).append(node)
-
-    @staticmethod
-    def _viewed(node: fx.Node) -> fx.Node | None:
-        is_view = (node.op == "call_method" and node.target in _VIEW_METHODS) or (
-            node.op == "call_function"
-            and (node.target in _VIEW_FUNCTIONS or getattr(node.target, "__name__", "") == "_get_data_attr")  # x.data
-        )
-        first = node.args[0] if node.args else None
-        if not isinstance(first, fx.Node):
-            return None
-        if node.op == "call_method" and node.target in _CASTS:
-            is_view = getattr(example(node), "dtype", None) == getattr(example(first), "dtype", None)
-        return first if is_view else None
 
     @cached_property
     def digraph(self) -> nx.MultiDiGraph:
@@ -123,7 +96,7 @@ class DataFlow:
         return graph
 
     def origin(self, node: fx.Node) -> fx.Node:
-        """The node that owns the storage `node` may be a view of."""
+        """The first node with the storage of `node`: itself, or what it is a view of."""
         return self._origin[node]
 
     def writes(self, root: fx.Node) -> tuple[fx.Node, ...]:
@@ -146,6 +119,25 @@ class DataFlow:
         if any(self.order[site] < self.order[predicate] for site in sites):
             return False
         return not (nx.ancestors(self.digraph, predicate) & set(sites))
+
+
+def alike(flow: DataFlow, nodes: Sequence[fx.Node]) -> list[list[tuple[fx.Node, fx.Node]]]:
+    """Groups of (node, input), in which equal inputs mean equal nodes: each is the same function of one input.
+
+    A node that depends on several inputs, or on a write, or on nothing that it could share is a group of its own.
+    """
+    groups: dict[Any, list[tuple[fx.Node, fx.Node]]] = {}
+    for node in nodes:
+        needed = flow.slice_of(node)
+        inputs = [n for n in needed if n.op == "placeholder"]
+        names = {n: f"%{i}" for i, n in enumerate(needed)}
+        key: Any = node
+        if len(inputs) == 1 and not any(mutated_arguments(n) for n in needed):
+            value = example(inputs[0])
+            steps = [repr((n.target, fx.map_arg((n.args, n.kwargs), names.get))) for n in needed if n is not inputs[0]]
+            key = (names[inputs[0]], *steps, tuple(value.shape), value.dtype, value.device)
+        groups.setdefault(key, []).append((node, inputs[0] if inputs else node))
+    return list(groups.values())
 
 
 def extract(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node]]:

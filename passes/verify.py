@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from sfi_compile.compat.dynamo import example, storage_of
+from sfi_compile.compat.dynamo import example
 from sfi_compile.passes.base import Pass, VerificationError, Work
 from sfi_compile.passes.dataflow import DataFlow, mutated_argument
 
@@ -83,7 +83,7 @@ def context_sized(graph: fx.Graph, size: int, sources: set[str]) -> list[fx.Node
                 found.append(node)
         elif flow.origin(node) is not node and flow.origin(node) in tainted:
             tainted.add(node)  # a view, or a write in place
-            if flow.origin(node).op not in ("placeholder", "get_attr") or _is_copy(node, flow.origin(node)):
+            if flow.origin(node).op not in ("placeholder", "get_attr"):
                 found.append(node)
         elif not is_input and node.target not in _LOOKUPS and tainted & set(node.all_input_nodes):
             tainted.add(node)
@@ -99,12 +99,6 @@ def _of_the_model(graph: fx.Graph) -> set[fx.Node]:
         if lives and getattr(node.target, "namespace", None) != "sfi":
             needed.add(node)
     return needed
-
-
-def _is_copy(node: fx.Node, origin: fx.Node) -> bool:
-    """Whether what may be a view (a reshape, say, of repeated heads) has memory of its own."""
-    own, other = storage_of(node), storage_of(origin)
-    return own is not None and other is not None and own != other
 
 
 def _has_axis(value: Any, size: int) -> bool:

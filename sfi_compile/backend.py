@@ -21,10 +21,10 @@ from sfi_compile.cost_model import CostModel, SiteShape
 from sfi_compile.diagnostics import DenseGraph
 from sfi_compile.passes import pipeline
 from sfi_compile.passes.base import VerificationError, Work
-from sfi_compile.passes.dataflow import extract
+from sfi_compile.passes.dataflow import DataFlow, alike, extract
 from sfi_compile.passes.match_attention import is_prefill
 from sfi_compile.runtime import DecodeRunner, GuardInputs
-from sfi_compile.site import MatchResult, RejectedSitesError, Rejection, Site
+from sfi_compile.site import CacheWrite, MatchResult, RejectedSitesError, Rejection, Site
 
 log = logging.getLogger("sfi_compile")
 
@@ -142,15 +142,17 @@ def _guard_inputs(match: MatchResult, module: fx.GraphModule) -> GuardInputs:
     if guard is None:
         raise VerificationError("sites without a guard")
     inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
-    positions, used = extract(module, guard.positions)
+    groups = alike(DataFlow(module.graph), guard.positions)
+    positions, used = extract(module, [group[0][0] for group in groups])
     layout = guard.write.layout
     writes = [w for site in match.sites for w in (site.key_write, site.value_write)]
     watched = [w.root for w in writes] + [n for site in match.sites for n in site.constants]
     return GuardInputs(
         positions=positions,
         position_arguments=tuple(inputs.index(n) for n in used),
+        counters=tuple(tuple(inputs.index(n) for _, n in group) for group in groups if len(group) > 1),
         tokens=None if guard.tokens is None else inputs.index(guard.tokens),
-        lengths=tuple(min(int(example(w.root).shape[w.axis]) for w in writes if w.index is n) for n in guard.positions),
+        lengths=tuple(_shortest(writes, {n for n, _ in group}) for group in groups),
         watched=tuple(sorted({inputs.index(n) for n in watched})),
         telling=guard.telling,
         root=inputs.index(guard.write.root),
@@ -158,3 +160,8 @@ def _guard_inputs(match: MatchResult, module: fx.GraphModule) -> GuardInputs:
         batch=match.sites[-1].batch,
         batch_axis=layout.index("b") if "b" in layout else None,
     )
+
+
+def _shortest(writes: list[CacheWrite], positions: set[fx.Node]) -> int:
+    """Length of the shortest cache that is written at one of these positions."""
+    return min(int(example(w.root).shape[w.axis]) for w in writes if w.index in positions)

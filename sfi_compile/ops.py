@@ -73,6 +73,10 @@ def _fake_of(operator: Callable[..., Any]) -> Callable[[_Body], _Body]:
     return register
 
 
+def _only_writes(*_: Any) -> None:
+    """The fake of an operator that returns nothing."""
+
+
 @_operator()
 def gather(x: Tensor, index: Tensor, layout: str, out: str, rows: Tensor | None = None) -> Tensor:
     """Gather along the sequence axis, with named axes.
@@ -115,9 +119,7 @@ def gather(x: Tensor, index: Tensor, layout: str, out: str, rows: Tensor | None 
     return x[tuple(indices)]
 
 
-@_fake_of(gather)
-def _(x: Tensor, index: Tensor, layout: str, out: str, rows: Tensor | None = None) -> Tensor:
-    return gather(x, index, layout, out, rows)
+_fake_of(gather)(gather)
 
 
 @functools.lru_cache(maxsize=64)
@@ -201,7 +203,7 @@ def dense_attention(
         extent: int64 [B, 3], of `sfi::frame`.
         scale: factor of the logits.
         min_context: valid tokens from which a row keeps a memory; a row without any never does.
-        status: int64 [B] of `RowStatus`, written for slow rows: raised to SHORT or NOT_FINITE where that holds.
+        status: int64 [B] of `RowStatus`, written for slow rows: raised to SHORT, NOT_FINITE or AHEAD where one holds.
         context: int64 [B], written for slow rows: number of valid tokens.
 
     Returns:
@@ -326,20 +328,7 @@ def pack(
         support.copy_rows(held[b], (k[b], mem_k[b]), (v[b], mem_v[b]))
 
 
-@_fake_of(pack)
-def _(
-    k: Tensor,
-    v: Tensor,
-    selected: Tensor,
-    frame: Tensor,
-    slow_rows: Tensor,
-    status: Tensor,
-    sink: int,
-    held: Tensor,
-    mem_k: Tensor,
-    mem_v: Tensor,
-) -> None:
-    return None
+_fake_of(pack)(_only_writes)
 
 
 @_operator("held", "mem_k", "mem_v")
@@ -376,19 +365,7 @@ def append(
     mem_v[rows, :, slot] = new_v[:, :, 0]
 
 
-@_fake_of(append)
-def _(
-    new_k: Tensor,
-    new_v: Tensor,
-    position: Tensor,
-    refreshed_at: Tensor,
-    selected_end: int,
-    recent: int,
-    held: Tensor,
-    mem_k: Tensor,
-    mem_v: Tensor,
-) -> None:
-    return None
+_fake_of(append)(_only_writes)
 
 
 @_operator()

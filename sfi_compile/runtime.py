@@ -23,6 +23,11 @@ from sfi_compile.triggers import Row, Trigger, refreshed, trigger
 
 log = logging.getLogger("sfi_compile")
 
+_WARNINGS = {
+    RowStatus.NOT_FINITE: "attention of row {row} is not finite at position {position}; it stays dense",
+    RowStatus.AHEAD: "the mask lets row {row} attend to positions after the one written, {position}; it stays dense",
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class GuardInputs:
@@ -30,8 +35,10 @@ class GuardInputs:
 
     positions: Callable[..., tuple[Tensor, ...]]
     """Computes where the sites write (int [query_len] each) from the inputs at `position_arguments`, without side
-    effects."""
+    effects. Of sites that compute it in the same way, each from its own counter, one stands for all."""
     position_arguments: tuple[int, ...]
+    counters: tuple[tuple[int, ...], ...]
+    """Those counters: inputs that must be equal within each group."""
     tokens: int | None
     lengths: tuple[int, ...]
     """Positions of the shortest cache that is written at each of them."""
@@ -83,6 +90,7 @@ class DecodeRunner:
         """Forget every row: the next step is slow."""
         self.rows = [Row() for _ in range(self.guard.batch)]
         self.next_position = None
+        self.warned.clear()
 
     def __call__(self, *args: Any) -> Any:
         """Run one step with the graph's own inputs.
@@ -108,21 +116,19 @@ class DecodeRunner:
     def _decide(self, args: Sequence[Any]) -> tuple[int, list[Trigger | None], RowStatus]:
         """The step's position, why each row must be slow (None: it may be fast), and what slow rows start from."""
         g = self.guard
-        root: Tensor = args[g.root]
         positions = g.positions(*(args[i] for i in g.position_arguments))
-        flags: list[Tensor] = [position[-1:].long() for position in positions]
-        trusted = self.next_position is not None and self.fingerprint is not None and self._untouched(args)
-        if g.tokens is not None and self.boundary:
-            flags.append(args[g.tokens][:, -1].long())
-        if trusted and self.next_position is not None and self.fingerprint is not None:
-            same = root.select(g.axis, self.next_position - 1) == self.fingerprint
-            if g.batch_axis is None:
-                same = same.unsqueeze(0)
-            else:
-                same = same.movedim(g.batch_axis - (g.batch_axis > g.axis), 0)
-            flags.append(same.flatten(1).all(1).long())
+        flags: list[Tensor] = [position[-1:] for position in positions]
+        for group in g.counters:
+            counters = torch.stack([args[i] for i in group])
+            flags.append((counters == counters[0]).all().reshape(1))
+        if self.boundary and g.tokens is not None:
+            flags.append(args[g.tokens][:, -1])
+        trusted = self.next_position is not None and self._untouched(args)
+        if trusted:
+            flags.append(self._same_rows(args[g.root]))
         values = torch.cat(flags).tolist()  # the one read of a step
-        found, rest = values[: len(positions)], values[len(positions) :]
+        agree = values[len(positions) : len(positions) + len(g.counters)]
+        found, rest = values[: len(positions)], values[len(positions) + len(g.counters) :]
         for position, length in zip(found, g.lengths, strict=True):
             if position >= length:
                 raise IndexError(
@@ -130,10 +136,10 @@ class DecodeRunner:
                     "give the cache a larger max_cache_len"
                 )
         position = found[0]
-        tokens = rest[: g.batch] if g.tokens is not None and self.boundary else [None] * g.batch
+        tokens = rest[: g.batch] if self.boundary else [None] * g.batch
         # A memory has one position, counted from the start. A slow step needs none, so such a step is slow, and no row
         # gets a memory.
-        split = len(set(found)) > 1 or position < 0
+        split = len(set(found)) > 1 or not all(agree) or position < 0
         trusted = trusted and position == self.next_position and not split
         continues = rest[-g.batch :] if trusted else [0] * g.batch
         why = [
@@ -142,6 +148,18 @@ class DecodeRunner:
         ]
         return position, why, RowStatus.SPLIT if split else RowStatus.READY
 
+    def _same_rows(self, root: Tensor) -> Tensor:
+        """Bool [B]: the root still holds, at the last position, the key row that our last step left there."""
+        g = self.guard
+        assert self.next_position is not None
+        assert self.fingerprint is not None
+        same = root.select(g.axis, self.next_position - 1) == self.fingerprint
+        if g.batch_axis is None:
+            same = same.unsqueeze(0)
+        else:
+            same = same.movedim(g.batch_axis - (g.batch_axis > g.axis), 0)
+        return same.flatten(1).all(1)
+
     def _untouched(self, args: Sequence[Any]) -> bool:
         """The same memory, into which nobody else wrote since our last step, as far as torch tracks it.
 
@@ -149,9 +167,8 @@ class DecodeRunner:
         apart (the keys of a first layer depend on token and position alone), the root must be the same object, too, and
         have a version counter, which `inference_mode` does not keep.
         """
-        if not self.guard.telling and (
-            self.root() is not args[self.guard.root] or args[self.guard.root].is_inference()
-        ):
+        root: Tensor = args[self.guard.root]
+        if not self.guard.telling and (self.root() is not root or root.is_inference()):
             return False
         return self.marks == self._marks(args)
 
@@ -176,12 +193,13 @@ class DecodeRunner:
                 row.support = held[b]
             else:
                 row.valid = False
-                if status[b] == RowStatus.NOT_FINITE:
-                    log.warning("sfi: attention of row %d is not finite at position %d; it stays dense", b, position)
-                elif status[b] == RowStatus.AHEAD and RowStatus.AHEAD not in self.warned:
-                    self.warned.add(RowStatus.AHEAD)
-                    log.warning("sfi: the mask lets through positions after the one written; such rows stay dense")
+                self._warn_once(RowStatus(status[b]), b, position)
         self.state["sfi_refreshed_at"].copy_(torch.tensor([row.refreshed_at for row in self.rows]))
+
+    def _warn_once(self, status: RowStatus, row: int, position: int) -> None:
+        if status in _WARNINGS and status not in self.warned:
+            self.warned.add(status)
+            log.warning("sfi: %s", _WARNINGS[status].format(row=row, position=position))
 
     def _count(self, position: int, why: list[Trigger | None]) -> None:
         c = diagnostics.counters

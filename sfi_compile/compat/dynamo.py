@@ -120,7 +120,7 @@ def trace_once(
     Returns:
         None, or the first line of the reason why Dynamo cannot trace the call as one graph.
     """
-    from torch._dynamo.exc import BackendCompilerFailed, Unsupported
+    from torch._dynamo.exc import Unsupported
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         see(gm)

@@ -11,7 +11,6 @@ import functools
 import math
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -21,9 +20,9 @@ import torch
 
 import sfi_compile
 from sfi_compile.compat.inductor import fresh_cache
-from sfi_compile.lab.decode import Decoder, forget_graphs, interquartile_range, median
+from sfi_compile.lab.decode import Decoder, forget_graphs, interquartile_range, median, synchronize
 from sfi_compile.lab.errors import LabError
-from sfi_compile.lab.peak import peak_above
+from sfi_compile.lab.peak import peak_above, peak_rss
 from sfi_compile.lab.shapes import Shape, build, filled_cache, find_shape, weight_bytes
 
 BOUNDARY_SHARE = 20
@@ -72,6 +71,8 @@ def run_bench(settings: BenchSettings, status: Callable[[str], None]) -> dict[st
                 row = f"{name}, batch {batch}, context {context}"
                 tell = functools.partial(_tell, status, row)
                 rows.append(_measure(name, shape, batch, context, settings, bandwidth, tell))
+                peaks = [found["peak_rss_bytes"] for found in rows if found["peak_rss_bytes"] is not None]
+                rows[-1]["peak_rss_bytes"] = max(peaks, default=None)
     return {"rows": rows, "bandwidth_gb_s": bandwidth / 1e9, "versions": versions(), "threads": torch.get_num_threads()}
 
 
@@ -125,6 +126,7 @@ def _measure(
         reasons += [str(rejection) for rejection in counted.rejections]
         raise LabError(f"{name}, context {context}: no fast step was timed ({'; '.join(reasons)})")
     timed = {kind: decoder.timed(kind) for kind, decoder in (("dense", dense), ("slow", sparse), ("fast", sparse))}
+    so_far = peak_rss()  # before it is reset to measure single steps
     peaks = _peaks(dense, sparse, tokens[forced.stop :], settings.device)
     natural = [s.seconds for s in sparse.steps[WARM_STEPS : WARM_STEPS + settings.new_tokens] if not s.compiled]
     itemsize = torch.empty(0, dtype=settings.dtype).element_size()
@@ -141,7 +143,7 @@ def _measure(
         "memory_bytes": sparse.memory_bytes(),
         "cache_bytes": sum(t.numel() * t.element_size() for layer in cache.layers for t in (layer.keys, layer.values)),
         "step_peak_bytes": peaks,
-        "peak_rss_bytes": peak_rss(),
+        "peak_rss_bytes": so_far,
         "steps": {kind: len(seconds) for kind, seconds in timed.items()},
         "processor_share": {
             run: decoder.processor_share() if settings.device == "cpu" else None
@@ -172,22 +174,12 @@ def copy_bandwidth(device: str) -> float:
     target = torch.empty_like(source)
     best = math.inf
     for _ in range(7):
-        _synchronize(device)
+        synchronize(torch.device(device))
         start = time.perf_counter()
         target.copy_(source)
-        _synchronize(device)
+        synchronize(torch.device(device))
         best = min(best, time.perf_counter() - start)
     return 2 * COPY_BYTES / best
-
-
-def peak_rss() -> int | None:
-    """Largest resident size of this process so far, in bytes; None where the system does not tell."""
-    if sys.platform == "win32":
-        return None
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def versions() -> dict[str, str | None]:
@@ -209,8 +201,3 @@ def _tell(status: Callable[[str], None], row: str, text: str) -> None:
 
 def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds * 1e3, 4)
-
-
-def _synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()

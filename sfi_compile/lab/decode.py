@@ -65,7 +65,7 @@ class Decoder:
         # A view of a longer prompt has other strides than a fresh [batch, 1] tensor, which would compile a second time.
         tokens = tokens.clone(memory_format=torch.contiguous_format)
         before, graphs = sfi_compile.stats() if self._counted else None, compiled_graphs()
-        _synchronize(tokens.device)
+        synchronize(tokens.device)
         start, processor = time.perf_counter(), time.process_time()
         try:
             with torch.no_grad():
@@ -75,7 +75,7 @@ class Decoder:
             if isinstance(inner, (sfi_compile.RejectedSitesError, sfi_compile.OptionError)):
                 raise LabError(str(inner).removeprefix("sfi: ")) from None
             raise
-        _synchronize(tokens.device)
+        synchronize(tokens.device)
         seconds, processor = time.perf_counter() - start, time.process_time() - processor
         kind, recompiled = "dense", compiled_graphs() != graphs
         if before is not None:
@@ -147,6 +147,7 @@ def interquartile_range(seconds: Sequence[float]) -> float | None:
     return high - low
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,9 +1,10 @@
-"""How far one call lifts the memory of this process above what it held before. Imports torch only."""
+"""Memory of this process: its peak, and how far one call lifts it above what was held before. Imports torch only."""
 
 from __future__ import annotations
 
 import ctypes
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,6 +36,16 @@ def peak_above(call: Callable[[], object], device: str) -> int | None:
     before = _resident("VmRSS")
     call()
     return max(0, _resident("VmHWM") - before)
+
+
+def peak_rss() -> int | None:
+    """Largest resident size of this process, in bytes, since it began or `peak_above` was called; None on Windows."""
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _resident(field: str) -> int:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from sfi_compile.passes.dataflow import DataFlow, extract, is_impure, mutated_argument, mutated_arguments
+from sfi_compile.passes.dataflow import DataFlow, alike, extract, is_impure, mutated_argument, mutated_arguments
 from tests.passes.toys import minimal, operands, record, same_text, tensor, text, unchanged
 
 
@@ -251,3 +251,20 @@ class TestExtract:
         expected = copy.deepcopy(recorded.module)(*recorded.fresh())
         extract(recorded.module, [recorded.node("index_copy_")])
         assert torch.equal(recorded.module(*recorded.fresh())[0], expected[0])
+
+
+def test_what_is_computed_alike_from_one_input_each() -> None:
+    """Counters of layers: equal inputs mean equal positions; anything else stands for itself."""
+
+    def function(a: Tensor, b: Tensor, c: Tensor, d: Tensor, e: Tensor) -> tuple[Tensor, ...]:
+        one, two = torch.arange(1) + a, torch.arange(1) + b
+        other, both = torch.arange(1) + c + 1, torch.arange(1) + a + b
+        d.add_(1)
+        return one, two, other, both, torch.arange(1) + d, torch.arange(1) + e
+
+    recorded = record(function, *(torch.tensor(i) for i in range(4)), torch.tensor([4]))
+    output = next(n for n in recorded.graph.nodes if n.op == "output")
+    groups = alike(DataFlow(recorded.graph), output.args[0])
+    assert [node.name for _, node in groups[0]] == ["l_a_", "l_b_"]
+    assert [len(group) for group in groups] == [2, 1, 1, 1, 1]
+    assert [node for group in groups for node, _ in group] == list(output.args[0])
