@@ -37,7 +37,7 @@ types: $(VENV)/.dev  ## mypy --strict; mypy cannot follow package-dir, so it see
 tests: $(VENV)/.dev  ## pytest with the quick hypothesis profile, one process a core
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --durations=10
 
-thorough: $(VENV)/.dev  ## pytest with many more examples
+thorough: $(VENV)/.dev  ## pytest with many more examples, and every family of decoders
 	HYPOTHESIS_PROFILE=thorough OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 bench: $(VENV)/.models  ## the CPU results of docs/results/

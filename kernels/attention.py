@@ -38,10 +38,29 @@ def pack_mask(mask: Tensor, query_heads: int, kv_heads: int, query_len: int) -> 
 
 
 def apply_mask(logits: Tensor, mask: Tensor) -> Tensor:
-    """Bool: False becomes -inf. Float: added, in float32."""
+    """Bool: False becomes -inf. Float: added, in the wider of both types."""
     if mask.dtype == torch.bool:
         return torch.where(mask, logits, NEG_INF)
-    return logits + mask.float()
+    return logits + mask
+
+
+def capped(logits: Tensor, softcap: float) -> Tensor:
+    """`softcap * tanh(logits / softcap)`; 0 means no cap."""
+    return softcap * torch.tanh(logits / softcap) if softcap else logits
+
+
+def pack_sinks(sinks: Tensor, query_heads: int, kv_heads: int, query_len: int) -> Tensor:
+    """Sink logits [1 or B, 1 or Hq, 1 or Q, C], as [1 or B, Hkv, G*Q, C]."""
+    batch, _, _, columns = sinks.shape
+    return sinks.expand(batch, query_heads, query_len, columns).reshape(batch, kv_heads, -1, columns)
+
+
+def weights_of(logits: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax over the tokens and the sink columns [..., C] beside them; only the tokens' weights are returned."""
+    if sinks is None:
+        return torch.softmax(logits, dim=-1)
+    columns = sinks.to(logits.dtype).expand(*logits.shape[:-1], -1)
+    return torch.softmax(torch.cat([logits, columns], dim=-1), dim=-1)[..., : logits.shape[-1]]
 
 
 def may_attend(mask: Tensor) -> Tensor:
@@ -57,7 +76,15 @@ def may_attend(mask: Tensor) -> Tensor:
     return (wide > largest - BLOCKED) & (largest > torch.finfo(mask.dtype).min / 2)
 
 
-def over_memory(q: Tensor, mem_k: Tensor, mem_v: Tensor, mask: Tensor, scale: float) -> Tensor:
+def over_memory(
+    q: Tensor,
+    mem_k: Tensor,
+    mem_v: Tensor,
+    mask: Tensor,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attention over the packed memory.
 
     Args:
@@ -66,6 +93,8 @@ def over_memory(q: Tensor, mem_k: Tensor, mem_v: Tensor, mask: Tensor, scale: fl
         mem_v: [B, Hkv, S, Dv].
         mask: [B, Hkv, 1 or G*Q, S], bool or float.
         scale: factor of the logits.
+        softcap: see `capped`.
+        sinks: [1 or B, 1 or Hq, 1 or Q, C], logits that take weight and give nothing.
 
     Returns:
         [B, Hq, Q, Dv] in q's dtype; logits and softmax in float32 (float64 for float64).
@@ -73,13 +102,23 @@ def over_memory(q: Tensor, mem_k: Tensor, mem_v: Tensor, mask: Tensor, scale: fl
     # Logits that were rounded to a half-width dtype first would lose several times what eager attention loses.
     wide = torch.promote_types(q.dtype, torch.float32)
     packed = pack_queries(q, mem_k.shape[1]).to(wide)
-    logits = torch.matmul(packed, mem_k.to(wide).transpose(-1, -2)) * scale
-    # A row whose memory holds nothing is never fast; its result is discarded, and must not be NaN times something.
-    weights = torch.softmax(apply_mask(logits, mask), dim=-1)
+    logits = capped(torch.matmul(packed, mem_k.to(wide).transpose(-1, -2)) * scale, softcap)
+    columns = None if sinks is None else pack_sinks(sinks, q.shape[1], mem_k.shape[1], q.shape[2])
+    masked = apply_mask(logits, mask)
+    # A head may be allowed nothing: zeros, as in `dense_row`, not 0/0.
+    weights = weights_of(masked, columns).masked_fill(masked.amax(-1, keepdim=True) == NEG_INF, 0.0)
     return unpack_queries(torch.matmul(weights.to(mem_v.dtype), mem_v), q.shape[1])
 
 
-def dense_row(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def dense_row(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Dense attention of one row.
 
     Args:
@@ -88,9 +127,12 @@ def dense_row(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
         v: [Hkv, N, Dv].
         mask: [1 or Hkv, 1 or G*Q, N]; None: everything is attended to.
         scale: factor of the logits.
+        softcap: see `capped`.
+        sinks: [Hkv, G*Q, C], logits that take weight and give nothing.
 
     Returns:
-        output [Hkv, G*Q, Dv] in q's dtype, and the masked logits [Hkv, G*Q, N], float32 (float64 for float64).
+        output [Hkv, G*Q, Dv] in q's dtype, and the masked logits [Hkv, G*Q, N], float32 (float64 for float64); zero
+        for a query that may attend to nothing where others may.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     scaled = q.to(wide) * scale
@@ -99,10 +141,15 @@ def dense_row(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
     else:
         # One head at a time: the float32 copy of the keys is then one head's, not the cache's.
         logits = torch.stack([scaled[h] @ k[h].to(wide).T for h in range(k.shape[0])])
+    logits = capped(logits, softcap)
     if mask is not None:
         logits = apply_mask(logits, mask)
-    weights = torch.softmax(logits, dim=-1)
+    weights = weights_of(logits, sinks)
     if mask is not None:
         # As in eager attention, a query that may attend to nothing gets zeros, not 0/0.
-        weights = weights.masked_fill_(logits.amax(-1, keepdim=True) == NEG_INF, 0.0)
+        nothing = logits.amax(-1, keepdim=True) == NEG_INF
+        weights = weights.masked_fill_(nothing, 0.0)
+        if mask.shape[:-1] != (1, 1):
+            # Beside others that may: it prefers no token, and must not make the evidence of all NaN.
+            logits = logits.masked_fill(nothing & ~nothing.all(), 0.0)
     return torch.matmul(weights.to(v.dtype), v), logits

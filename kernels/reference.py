@@ -275,6 +275,7 @@ def attention(
     scale: float,
     positions: list[list[int]] | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention of one row, over everything that the mask allows or over given positions only.
 
@@ -286,6 +287,7 @@ def attention(
         scale: factor of the dot products.
         positions: per KV head, the only positions to attend to (the mask still holds); None: all.
         softcap: see `logits`.
+        sinks: None, or [Hq, C], logits beside those of the positions: they take weight and give nothing.
 
     Returns:
         float64 [Hq, Q, Dv]; zeros for a query that may attend to nothing.
@@ -302,5 +304,6 @@ def attention(
         for i in range(q.shape[1]):
             row = every[h, i, kept]
             if (row > -math.inf).any():
-                out[h, i] = torch.softmax(row, dim=0) @ values
+                beside = row if sinks is None else torch.cat([row, sinks[h].double()])
+                out[h, i] = torch.softmax(beside, dim=0)[: len(row)] @ values
     return out

@@ -1,5 +1,7 @@
-"""The compiler: specialise → match → insert_guards → commute_gather → unswitch → verify → lower, one pass a file.
+"""The compiler: specialise → canonicalise → match → insert_guards → commute_gather → unswitch → verify → lower.
 
-Imports as `sfi_compile.passes`. A pass may import config, site, ops, compat and its neighbours `base`, `dataflow`,
-`axes` and `reads`; no pass imports another pass, and nothing here runs a model.
+One pass a file, and the rules that passes share: `dataflow` and `shapes`; how attention is written (`chains`,
+`products`, `heads`, `flex`, `assemble`); what it reads (`along`, `axes`, `reads`, `writes`). Imports as
+`sfi_compile.passes`. A room here may import config, site, ops, compat and those rules; no pass imports another pass,
+and nothing here runs a model.
 """

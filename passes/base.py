@@ -22,13 +22,21 @@ import sfi_compile.ops  # noqa: F401  (registers the sfi:: operators that passes
 from sfi_compile.compat.dynamo import example, fake_mode_of
 from sfi_compile.config import Config
 from sfi_compile.cost_model import CostModel
-from sfi_compile.site import MatchResult
+from sfi_compile.site import Form, MatchResult, Rejection
 
 log = logging.getLogger("sfi_compile.passes")
 
 
+MOST_QUERIES = 8
+"""New tokens of a decode step; more are a prompt, or a part of one."""
+
+
 class VerificationError(RuntimeError):
     """The compiler produced a graph that breaks its own rules: a defect, not a user's mistake."""
+
+
+class ContextSizedError(VerificationError):
+    """The fast graph would work on the whole context, in a way that matching does not foresee."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +60,10 @@ class Work:
     config: Config
     graph: fx.GraphModule
     """The graph; after `insert_guards` the guarded graph."""
+    forms: tuple[Form | Rejection, ...] = ()
+    """Every attention of the graph in its one form, or why it has none, in program order."""
+    queries: tuple[Any, ...] = ()
+    """Queries of every attention, whether it has a form or not; symbolic where the graph is."""
     match: MatchResult | None = None
     cost: CostModel | None = None
     """The cost model of the matched sites; None without sites."""
@@ -68,6 +80,15 @@ class Work:
         if self.match is None:
             raise VerificationError("the graph has not been matched yet")
         return self.match
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether all attention of the graph is that of a prompt or a chunk of one, not of a decode step.
+
+        Asks no symbolic size for its value, which would pin the graph to one prompt length. Dynamo never makes a size
+        of one symbolic, so a symbolic query length is a prompt's.
+        """
+        return bool(self.queries) and all(isinstance(n, torch.SymInt) or n > MOST_QUERIES for n in self.queries)
 
     @property
     def pays(self) -> bool:

@@ -1,51 +1,58 @@
-"""commute_gather: push the support gather of every fast branch up through sequence-pointwise ops to the cache root.
+"""commute_gather: push the gathers of every fast branch up through sequence-pointwise ops to the graph's inputs.
 
-gather(op(x)) = op(gather(x)) for every op that is pointwise along the sequence axis, so the fast branch can recompute a
-few positions of keys, values and mask from the roots, and the context-sized values above it die. A gather of the very
-position that this step writes is the value written: it does not touch the cache at all.
+op(x) at some positions = op(x at those positions), for every op that is pointwise along the sequence axis, so the fast
+branch can compute the mask at the memory's positions, and keys and values at the step's own, without the rest; the
+context-sized values above them die. What this step writes into a cache is, at the step's own positions, what the cache
+holds there: the fast branch does not read the cache at all.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import operator
 from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
 from sfi_compile.compat.dynamo import copy_graph_module, example
-from sfi_compile.passes import axes
+from sfi_compile.passes import along, axes
 from sfi_compile.passes.base import Builder, Pass, VerificationError, Work, transfer
-from sfi_compile.passes.dataflow import is_impure
+from sfi_compile.passes.dataflow import DataFlow, remove_dead
+from sfi_compile.passes.shapes import name_of, shape_of
 from sfi_compile.site import CacheWrite
 
 _COND = torch.ops.higher_order.cond
 _GATHER = torch.ops.sfi.gather.default
+_TAKE = torch.ops.aten.index_select.default
 
 
 @dataclasses.dataclass(frozen=True)
 class CommuteGather(Pass):
-    """Rewrites the fast branches of a private copy; a gather that already reads a root stays as it is."""
+    """Rewrites the fast branches of a private copy; a gather that already reads an input stays as it is."""
 
     name: ClassVar[str] = "commute_gather"
 
     def apply(self, work: Work) -> Work:
-        """The guarded graph whose fast branches read roots, written values, and values without a sequence axis."""
+        """The guarded graph whose fast branches read inputs, written values, and values without a sequence axis."""
         module = copy_graph_module(work.graph)
         match = transfer(work.matched, work.graph.graph, module.graph)
-        writes = [write for site in match.sites for write in (site.key_write, site.value_write)]
+        writes = {write.root: write for site in match.sites for write in site.writes}
+        flow = DataFlow(module.graph)
         for cond in [n for n in module.graph.nodes if n.target is _COND]:
-            _Branches(module, cond, writes).commute()
+            Commuter(module, cond, writes, flow).commute()
         module.graph.lint()
         module.recompile()
         return dataclasses.replace(work, graph=module, match=match)
 
 
-class _Branches:
+class Commuter:
     """The two branches of one cond, edited together: both always take the same operands."""
 
-    def __init__(self, module: fx.GraphModule, cond: fx.Node, writes: list[CacheWrite]) -> None:
-        self.module, self.cond, self.writes = module, cond, writes
+    def __init__(
+        self, module: fx.GraphModule, cond: fx.Node, writes: dict[fx.Node, CacheWrite], flow: DataFlow
+    ) -> None:
+        self.module, self.cond, self.writes, self.flow = module, cond, writes, flow
         arguments: tuple[Any, ...] = cond.args
         self.operands: list[fx.Node] = list(arguments[3])
         self.modules: dict[str, fx.GraphModule] = {}
@@ -55,27 +62,24 @@ class _Branches:
         self.slow, self.fast = (m.graph for m in self.modules.values())
         self.inputs: list[fx.Node] = [n for n in self.fast.nodes if n.op == "placeholder"]
         self.builder = Builder(self.fast)
+        self.taken: dict[tuple[fx.Node, int], fx.Node] = {}
 
     def commute(self) -> None:
         """Push every gather of the fast branch as far up as it goes."""
-        for gather in [n for n in self.fast.nodes if n.target is _GATHER]:
-            arguments: tuple[Any, ...] = gather.args
-            source, index, layout, out = arguments[:4]
-            parent = self.operands[self.inputs.index(source)]
-            found = axes.step(parent, layout)
-            if isinstance(found, axes.Leaf) and found.source is parent and self._forwarded(found, index) is None:
-                continue
-            with self.fast.inserting_before(gather):
-                gather.replace_all_uses_with(self._pushed(parent, layout, index, out))
-            self.fast.erase_node(gather)
-        self.fast.eliminate_dead_code(is_impure_node=is_impure)
+        for node in [n for n in self.fast.nodes if n.target in (_GATHER, _TAKE)]:
+            arguments: tuple[Any, ...] = node.args
+            parent = self.operands[self.inputs.index(arguments[0])]
+            with self.fast.inserting_before(node):
+                if node.target is _TAKE:
+                    node.replace_all_uses_with(self._taken(parent, *arguments[1:]))
+                else:
+                    node.replace_all_uses_with(self._pushed(parent, arguments[2], arguments[1]))
+            self.fast.erase_node(node)
+        remove_dead(self.fast)
         self.cond.args = (*self.cond.args[:3], tuple(self.operands))
         for branch in self.modules.values():
             branch.graph.lint()
             branch.recompile()
-
-    def _is(self, branch_node: Any, parent: fx.Node) -> bool:
-        return branch_node in self.inputs and self.operands[self.inputs.index(branch_node)] is parent
 
     def _operand(self, parent: fx.Node) -> fx.Node:
         """The fast branch's input for a node of the parent graph; added to both branches if it is new."""
@@ -92,34 +96,34 @@ class _Branches:
         self.inputs.append(added)
         return added
 
-    def _forwarded(self, leaf: axes.Leaf, index: fx.Node) -> CacheWrite | None:
-        """The write into `leaf` whose own position is gathered: what is read is what it wrote."""
-        if leaf.rows is not None:
-            return None
-        return next((w for w in self.writes if w.root is leaf.source and self._is(index, w.index)), None)
+    # The mask, at other positions for every row and head
 
-    def _pushed(self, node: fx.Node, layout: str, index: fx.Node, out: str) -> fx.Node:
-        """`gather(node, index)` with axes `out`, computed in the fast branch from values one or more levels up."""
+    def _pushed(self, node: fx.Node, layout: str, index: fx.Node) -> fx.Node:
+        """The mask at `index` [B, H, n], with four axes, computed from values one or more levels up."""
         if not layout:
             return self._operand(node)  # without axes, it has no say in the result's dtype: keep it so
         if "s" not in layout:
-            return self._aligned(self._operand(node), layout, out)
-        found = axes.step(node, layout)
+            return self._four(self._operand(node), layout, index)
+        found = axes.step(node, layout, self._sizes(index)[1])
         if isinstance(found, axes.View):
-            return self._pushed(found.source, found.layout, index, out)
+            return self._pushed(found.source, found.layout, index)
         if isinstance(found, axes.Leaf):
-            return self._leaf(found, index, out)
+            rows = None if found.rows is None else self._operand(found.rows)
+            return self.builder.call(_GATHER, self._operand(found.source), index, found.layout, rows)
+        if isinstance(found, axes.Kept):
+            return self.builder.call(_GATHER, self._operand(node), index, found.layout, None)
         if isinstance(found, axes.Arange):
-            return self._positions(found, example(node).dtype, index, out)
+            return self._positions(found, example(node).dtype, index)
         if isinstance(found, axes.Fill):
             value = example(node)
-            return self.builder.call(torch.full, (1,) * len(out), found.value, dtype=value.dtype, device=value.device)
+            return self.builder.call(torch.full, (1, 1, 1, 1), found.value, dtype=value.dtype, device=value.device)
         if isinstance(found, axes.Pointwise):
-            done = {n: self._pushed(n, names, index, out) for n, names in found.layouts.items()}
+            done = {n: self._pushed(n, names, index) for n, names in found.layouts.items()}
             return self._same(node, done)
         if isinstance(found, axes.Table):
-            lookup = tuple(self._pushed(i, found.layouts[i], index, out) for i in found.indices)
-            value_node = self.builder.call(torch.ops.aten.index.Tensor, self._operand(found.source), list(lookup))
+            lookup = [self._whole(i, found, index) if isinstance(i, str) else self._pushed(i, found.layouts[i], index)
+                      for i in found.indices]  # fmt: skip
+            value_node = self.builder.call(torch.ops.aten.index.Tensor, self._operand(found.source), lookup)
             for function in found.functions:
                 value_node = self._same(function, {function.all_input_nodes[0]: value_node})
             return value_node
@@ -133,35 +137,113 @@ class _Branches:
         add = self.builder.method if node.op == "call_method" else self.builder.call
         return add(target, *args, **kwargs)
 
-    def _leaf(self, leaf: axes.Leaf, index: fx.Node, out: str) -> fx.Node:
-        write = self._forwarded(leaf, index)
-        if write is not None:
-            value = self._operand(write.value)
-            if example(value).dtype != example(leaf.source).dtype:
-                value = self.builder.method("to", value, example(leaf.source).dtype)
-            return self._aligned(value, leaf.layout, out)
-        rows = None if leaf.rows is None else self._operand(leaf.rows)
-        return self.builder.call(_GATHER, self._operand(leaf.source), index, leaf.layout, out, rows)
+    def _positions(self, arange: axes.Arange, dtype: torch.dtype, index: fx.Node) -> fx.Node:
+        # Of the memory's slots the empty ones hold -1: they count as position 0, as in `sfi::gather`.
+        value = self._four(self.builder.call(torch.clamp, index, 0), "bhs", index)
+        return self._counted(value, arange.start, arange.step, dtype)
 
-    def _positions(self, arange: axes.Arange, dtype: torch.dtype, index: fx.Node, out: str) -> fx.Node:
-        several = example(index).dim() == 3
-        # Memory slots, of which the empty ones hold -1: they count as position 0, as in `sfi::gather`.
-        value = self.builder.call(torch.clamp, index, 0) if several else index
-        value = self._aligned(value, "bhs" if several else "s", out)
-        if arange.step != 1:
-            value = self.builder.call(torch.mul, value, arange.step)
-        if arange.start:
-            value = self.builder.call(torch.add, value, arange.start)
-        return value if example(value).dtype == dtype else self.builder.method("to", value, dtype)
+    def _counted(self, position: fx.Node, start: int, step: int, dtype: torch.dtype) -> fx.Node:
+        if step != 1:
+            position = self.builder.call(torch.mul, position, step)
+        if start:
+            position = self.builder.call(torch.add, position, start)
+        return position if example(position).dtype == dtype else self.builder.method("to", position, dtype)
 
-    def _aligned(self, node: fx.Node, layout: str, out: str) -> fx.Node:
-        """Axes in the order of `out`, of size one where `layout` lacks them."""
+    def _whole(self, letter: str, table: axes.Table, index: fx.Node) -> fx.Node:
+        """All entries of an axis of a table, which is the axis `letter` of the mask."""
+        value = example(table.source)
+        count = self.builder.call(torch.arange, int(value.shape[-1]), device=value.device)
+        return self._four(count, letter, index)
+
+    @staticmethod
+    def _sizes(index: fx.Node) -> tuple[int, int]:
+        return int(example(index).shape[0]), int(example(index).shape[1])
+
+    def _four(self, node: fx.Node, layout: str, index: fx.Node) -> fx.Node:
+        """Axes in the order batch, heads, queries, sequence, of size one where `layout` lacks them."""
         shape = tuple(int(n) for n in example(node).shape)
-        sizes = {name: size for name, size in zip(layout, shape, strict=True) if name != "1"}
-        order = [name for name in layout if name != "1"]
-        wanted = sorted(order, key=out.index)
+        sizes: dict[str, int] = {}
+        for name, size in zip(layout, shape, strict=True):
+            sizes |= dict(zip("bh", self._sizes(index), strict=True)) if name == "m" else {name: size}
+        sizes.pop("1", None)
+        order = layout.replace("m", "bh").replace("1", "")
+        wanted = "".join(sorted(order, key="bhqs".index))
         if order != wanted:
             node = self.builder.call(torch.reshape, node, tuple(sizes[n] for n in order))
             node = self.builder.call(torch.permute, node, tuple(order.index(n) for n in wanted))
-        full = tuple(sizes.get(name, 1) for name in out)
+        full = tuple(sizes.get(name, 1) for name in "bhqs")
         return node if tuple(example(node).shape) == full else self.builder.call(torch.reshape, node, full)
+
+    # Keys and values, at the step's own positions
+
+    def _taken(self, node: fx.Node, axis: int, position: fx.Node) -> fx.Node:
+        """`node` at the positions along `axis`, computed from values one or more levels up."""
+        if (node, axis) not in self.taken:
+            self.taken[node, axis] = self._computed(node, axis, position)
+        return self.taken[node, axis]
+
+    def _computed(self, node: fx.Node, axis: int, position: fx.Node) -> fx.Node:
+        found = along.step(node, axis, self.flow)
+        if isinstance(found, along.Same):
+            return self._taken(found.source, axis, position)
+        if isinstance(found, along.Leaf):
+            write = self.writes.get(found.source)
+            if write is not None:
+                return self._written(write)
+            return self.builder.call(_TAKE, self._operand(found.source), axis, position)
+        if isinstance(found, along.Count):
+            return self._counted(position, found.start, found.step, example(node).dtype)
+        if isinstance(found, along.Assembled):
+            return self._assembled(node, axis, found, position)
+        if isinstance(found, along.Apply):
+            done = {n: self._taken(n, place, position) for n, place in found.axes.items()}
+            return self._applied(node, axis, done, position)
+        raise VerificationError(f"matched site cannot be commuted: {found.reason}")
+
+    def _written(self, write: CacheWrite) -> fx.Node:
+        """What the cache holds at the step's own positions: what this step writes."""
+        root = example(write.root)
+        shape = tuple(write.count if i == write.axis else int(n) for i, n in enumerate(root.shape))
+        value = self._operand(write.value)
+        own = tuple(int(n) for n in example(value).shape)
+        if example(value).dtype != root.dtype:
+            value = self.builder.method("to", value, root.dtype)
+        if own == shape:
+            return value
+        if not write.lacks_axis:
+            return self.builder.method("expand", value, *shape)
+        slot = (*shape[: write.axis], *shape[write.axis + 1 :])
+        value = value if own == slot else self.builder.method("expand", value, *slot)
+        return self.builder.call(torch.unsqueeze, value, write.axis)
+
+    def _shape(self, node: fx.Node, axis: int, position: fx.Node) -> tuple[int, ...]:
+        count = int(example(position).shape[0])
+        return tuple(count if i == axis else n for i, n in enumerate(shape_of(node) or ()))
+
+    def _applied(self, node: fx.Node, axis: int, done: dict[fx.Node, fx.Node], position: fx.Node) -> fx.Node:
+        """The op of `node` on shorter operands; where it names sizes, with the shorter ones."""
+        name = name_of(node)
+        source = node.args[0] if node.args else None
+        reshapes = name in ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze")
+        if (reshapes or name in ("expand", "expand_as", "broadcast_to")) and isinstance(source, fx.Node):
+            value = done[source] if source in done else self._operand(source)
+            shape = self._shape(node, axis, position)
+            return (
+                self.builder.call(torch.reshape, value, shape)
+                if reshapes
+                else self.builder.method("expand", value, *shape)
+            )
+        for operand in node.all_input_nodes:
+            if operand not in done:
+                done[operand] = self._operand(operand)
+        return self._same(node, done)
+
+    def _assembled(self, node: fx.Node, axis: int, found: along.Assembled, position: fx.Node) -> fx.Node:
+        value, shape = example(node), self._shape(node, axis, position)
+        make = torch.zeros if "zeros" in name_of(node) else torch.empty
+        buffer = self.builder.call(make, shape, dtype=value.dtype, device=value.device)
+        for write, source, place in found.writes:
+            part = self._taken(source, place, position)
+            index: Any = write.args[1] if write.target is operator.setitem else write.args[0].args[1]  # type: ignore[union-attr]
+            self.builder.method("copy_", self.builder.call(operator.getitem, buffer, index), part)
+        return buffer

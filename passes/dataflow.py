@@ -57,11 +57,27 @@ def mutated_argument(node: fx.Node) -> fx.Node | None:
     return next(iter(mutated_arguments(node)), None)
 
 
-def is_impure(node: fx.Node) -> bool:
-    """Whether a node must survive dead-code elimination; FX alone deletes in-place method calls: cache writes."""
-    if node.op in ("placeholder", "output") or mutated_argument(node) is not None:
-        return True
-    return bool(node.is_impure())
+def live_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """What outputs need, and writes into inputs; writes into the graph's own tensors if they are read."""
+    flow = DataFlow(graph)
+    live: set[fx.Node] = set()
+    read: set[fx.Node] = set()
+    for node in reversed(flow.nodes):
+        written = {flow.origin(n) for n in mutated_arguments(node)}
+        inputs = any(n.op in ("placeholder", "get_attr") for n in written)
+        needed = node.op in ("placeholder", "output") or not live.isdisjoint(node.users)
+        if needed or inputs or written & read or (not written and node.is_impure()):
+            live.add(node)
+            read.update(flow.origin(n) for n in node.all_input_nodes)
+    return live
+
+
+def remove_dead(graph: fx.Graph) -> None:
+    """Remove what is not live."""
+    live = live_nodes(graph)
+    for node in reversed(list(graph.nodes)):
+        if node not in live:
+            graph.erase_node(node)
 
 
 class DataFlow:
@@ -103,6 +119,15 @@ class DataFlow:
         """In-place writes to the storage of `root`, in program order."""
         return tuple(self._writes.get(self.origin(root), ()))
 
+    def is_pure_copy(self, node: fx.Node) -> bool:
+        """Whether a view or copy still holds, wherever it is read, what it was made from."""
+        source = node.args[0] if node.args else None
+        if node not in self._origin or not isinstance(source, fx.Node) or source not in self._origin:
+            return True  # added since the snapshot, and written by nobody
+        if self._origin[node] is self._origin[source]:
+            return True
+        return not self.writes(node) and not any(self.order[w] > self.order[node] for w in self.writes(source))
+
     def reaching_writes(self, value: fx.Node, reader: fx.Node) -> tuple[fx.Node, ...]:
         """Writes to `value`'s storage that come before `reader`."""
         at = self.order[reader]
@@ -132,8 +157,8 @@ def alike(flow: DataFlow, nodes: Sequence[fx.Node]) -> list[list[tuple[fx.Node, 
         inputs = [n for n in needed if n.op == "placeholder"]
         names = {n: f"%{i}" for i, n in enumerate(needed)}
         key: Any = node
-        if len(inputs) == 1 and not any(mutated_arguments(n) for n in needed):
-            value = example(inputs[0])
+        value = example(inputs[0]) if len(inputs) == 1 else None
+        if isinstance(value, torch.Tensor) and not any(mutated_arguments(n) for n in needed):
             steps = [repr((n.target, fx.map_arg((n.args, n.kwargs), names.get))) for n in needed if n is not inputs[0]]
             key = (names[inputs[0]], *steps, tuple(value.shape), value.dtype, value.device)
         groups.setdefault(key, []).append((node, inputs[0] if inputs else node))

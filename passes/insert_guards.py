@@ -19,7 +19,9 @@ from sfi_compile.compat.dynamo import add_static_input, copy_graph_module, examp
 from sfi_compile.config import Config
 from sfi_compile.passes import axes
 from sfi_compile.passes.base import Builder, Pass, StateTensor, Work, substituted, transfer
-from sfi_compile.site import Site
+from sfi_compile.passes.dataflow import remove_dead
+from sfi_compile.passes.shapes import shape_of
+from sfi_compile.site import CacheWrite, Site
 
 SHARED = ("sfi_slow_rows", "sfi_refreshed_at", "sfi_status", "sfi_context")
 """State that all sites share: bool [B], then three int64 [B]."""
@@ -64,19 +66,32 @@ class InsertGuards(Pass):
         with module.graph.inserting_after(last):
             predicate = builder.call(torch.any, inputs["sfi_slow_rows"])
             predicate.name = "sfi_any_slow"
-        with module.graph.inserting_before(match.sites[0].node):
+        with module.graph.inserting_before(match.sites[0].form.node):
             # One for all sites, and a copy, because a layer may count on in place.
-            inputs["sfi_position"] = builder.method("clone", match.sites[0].position)
+            inputs["sfi_position"] = _positions(builder, match.sites[0].writes[0], match.sites[0].device)
             inputs["sfi_position"].name = "sfi_position"
         replaced: dict[fx.Node, fx.Node] = {}
         for i in range(len(match.sites)):
             site = match.sites[i]
-            replaced[site.node] = _guard_site(module, builder, site, i, predicate, inputs, work)
+            out = _guard_site(module, builder, site, i, predicate, inputs, work)
+            replaced[site.form.node] = out
+            replaced[site.form.original] = out if site.form.result is site.form.node else site.form.result
             # A later site may read this one's value directly.
             match = substituted(match, lambda n: replaced.get(n, n))
+        remove_dead(module.graph)
         module.graph.lint()
         module.recompile()
-        return dataclasses.replace(work, graph=module, match=match, state=state)
+        return dataclasses.replace(work, graph=module, match=match, forms=(), state=state)
+
+
+def _positions(builder: Builder, write: CacheWrite, device: torch.device) -> fx.Node:
+    """The positions of the step's tokens, int [count], counted from the start of the cache."""
+    index, size = write.index, (shape_of(write.root) or ())[write.axis]
+    if not isinstance(index, fx.Node) or shape_of(index) is None:
+        stop = builder.call(operator.add, index, write.count) if isinstance(index, fx.Node) else index + write.count
+        return builder.call(torch.arange, index, stop, device=device)
+    counted = builder.call(torch.remainder, index, size)
+    return counted if shape_of(index) else builder.method("reshape", counted, 1)
 
 
 def _guard_site(
@@ -88,15 +103,16 @@ def _guard_site(
     inputs: dict[str, fx.Node],
     work: Work,
 ) -> fx.Node:
-    """Replace one attention node; the node that now holds its value."""
-    names = ("q", "k", "v", "mask", "position", "sfi_position", *SHARED, *PER_SITE)
+    """Replace one canonical attention node, and what it stands for; the node that now holds its value."""
+    names = ["q", "k", "v", "mask", *(["sinks"] if site.sinks is not None else []), "sfi_position", *SHARED, *PER_SITE]
     operands = (
-        *(site.query, site.key, site.value, site.mask, site.position),
+        *(n for n in (site.query, site.key, site.value, site.mask, site.sinks) if n is not None),
         *(inputs[name] for name in ("sfi_position", *SHARED)),
         *(inputs[f"{name}_{number}"] for name in PER_SITE),
     )
     values = dict(zip(names, (example(n) for n in operands), strict=True))
-    with module.graph.inserting_before(site.node):
+    node = site.form.node
+    with module.graph.inserting_before(node):
         branches = []
         for label, build in (("slow", _slow_branch), ("fast", _fast_branch)):
             branch = _branch(values, site, work, build)
@@ -105,12 +121,12 @@ def _guard_site(
             branches.append(module.graph.get_attr(attribute))
         cond = module.graph.call_function(torch.ops.higher_order.cond, (predicate, *branches, operands))
         cond.name = f"sfi_cond_{number}"
-        cond.meta["example_value"] = (example(site.node),)
-        cond.meta["nn_module_stack"] = site.node.meta.get("nn_module_stack", {})
+        cond.meta["example_value"] = (example(node),)
+        cond.meta["nn_module_stack"] = node.meta.get("nn_module_stack", {})
         out = module.graph.call_function(operator.getitem, (cond, 0))
-        out.meta["example_value"] = example(site.node)
-    site.node.replace_all_uses_with(out)
-    module.graph.erase_node(site.node)
+        out.meta["example_value"] = example(node)
+    site.form.original.replace_all_uses_with(site.form.result)
+    node.replace_all_uses_with(out)
     return out
 
 
@@ -126,16 +142,24 @@ def _branch(values: dict[str, Any], site: Site, work: Work, build: Any) -> fx.Gr
 
 
 def _fast_branch(b: Builder, n: dict[str, fx.Node], site: Site, work: Work) -> fx.Node:
-    sfi = torch.ops.sfi
+    sfi, position = torch.ops.sfi, n["sfi_position"]
     selected_end, _ = memory_layout(site, work.config)
-    new_k = b.call(sfi.gather.default, n["k"], n["position"], _layout(n["k"], "bhsd"), "bhsd")
-    new_v = b.call(sfi.gather.default, n["v"], n["position"], _layout(n["v"], "bhsd"), "bhsd")
+    new_k, new_v = (b.call(torch.ops.aten.index_select.default, n[x], 2, position) for x in ("k", "v"))
     memory = (n["sfi_held"], n["sfi_mem_k"], n["sfi_mem_v"])
-    token = (new_k, new_v, n["position"], n["sfi_refreshed_at"])
-    b.call(sfi.append.default, *token, selected_end, work.config.recent, *memory)
-    mask = b.call(sfi.gather.default, n["mask"], n["sfi_held"], _layout(n["mask"], "bhqs"), "bhqs")
+    b.call(sfi.append.default, new_k, new_v, position, n["sfi_refreshed_at"], selected_end, work.config.recent, *memory)
     held, mem_k, mem_v = memory
-    return b.call(sfi.memory_attention.default, n["q"], mem_k, mem_v, held, mask, site.scale)
+    layout = axes.named("bhqs", tuple(example(n["mask"]).shape))
+    of_queries = layout[1] != "1" and site.group > 1
+    at = b.call(torch.ops.aten.repeat_interleave.self_int, held, site.group, 1) if of_queries else held
+    mask = b.call(sfi.gather.default, n["mask"], at, layout)
+    return b.call(sfi.memory_attention.default, n["q"], mem_k, mem_v, held, mask, *_form(site, n))
+
+
+def _form(site: Site, n: dict[str, fx.Node]) -> tuple[Any, ...]:
+    """Scale, softcap and sinks, the latter two where they differ from their defaults."""
+    if site.sinks is not None:
+        return site.scale, site.softcap, n["sinks"]
+    return (site.scale, site.softcap) if site.softcap else (site.scale,)
 
 
 def _slow_branch(b: Builder, n: dict[str, fx.Node], site: Site, work: Work) -> fx.Node:
@@ -147,8 +171,9 @@ def _slow_branch(b: Builder, n: dict[str, fx.Node], site: Site, work: Work) -> f
     layout = memory_layout(site, work.config)
     extent, log_position, held = _parts(b, 3, sfi.frame.default, n["mask"], rows, n["sfi_position"], spec, *layout)
     attended = (n["q"], n["k"], n["v"], n["mask"], rows, extent)
-    found = (work.min_context, status, n["sfi_context"])
-    out, logits = _parts(b, 2, sfi.dense_attention.default, *attended, site.scale, *found)
+    scale, *rest = _form(site, n)
+    found = (status, n["sfi_context"])
+    out, logits = _parts(b, 2, sfi.dense_attention.default, *attended, scale, *found, *rest)
     selected = b.call(sfi.select.default, logits, n["k"], rows, status, extent, log_position, spec)
     memory = (n["sfi_held"], n["sfi_mem_k"], n["sfi_mem_v"])
     b.call(sfi.pack.default, n["k"], n["v"], selected, held, rows, status, work.config.sink, *memory)
@@ -161,7 +186,3 @@ def _slow_branch(b: Builder, n: dict[str, fx.Node], site: Site, work: Work) -> f
 def _parts(b: Builder, count: int, target: Any, *args: Any) -> tuple[fx.Node, ...]:
     whole = b.call(target, *args)
     return tuple(b.call(operator.getitem, whole, i) for i in range(count))
-
-
-def _layout(node: fx.Node, letters: str) -> str:
-    return axes.named(letters, tuple(example(node).shape))

@@ -9,10 +9,24 @@ import hashlib
 import inspect
 from pathlib import Path
 
-from sfi_compile import ops
 from sfi_compile.kernels import attention, selector, support
-from sfi_compile.passes import axes, base, dataflow, reads
+from sfi_compile.ops import fast, form, slow
+from sfi_compile.passes import (
+    along,
+    assemble,
+    axes,
+    base,
+    chains,
+    dataflow,
+    flex,
+    heads,
+    products,
+    reads,
+    shapes,
+    writes,
+)
 from sfi_compile.passes.base import Pass, Work, dump
+from sfi_compile.passes.canonicalise import Canonicalise
 from sfi_compile.passes.commute_gather import CommuteGather
 from sfi_compile.passes.insert_guards import InsertGuards
 from sfi_compile.passes.lower import Lower
@@ -21,8 +35,8 @@ from sfi_compile.passes.specialise import Specialise
 from sfi_compile.passes.unswitch import Unswitch
 from sfi_compile.passes.verify import Verify
 
-SURVEY: tuple[Pass, ...] = (Specialise(pin=False), MatchAttention())
-ANALYSIS: tuple[Pass, ...] = (Specialise(), MatchAttention())
+SURVEY: tuple[Pass, ...] = (Specialise(pin=False), Canonicalise(), MatchAttention())
+ANALYSIS: tuple[Pass, ...] = (Specialise(), Canonicalise(), MatchAttention())
 REWRITE: tuple[Pass, ...] = (InsertGuards(), CommuteGather(), Unswitch(), Verify(), Lower())
 
 
@@ -39,6 +53,7 @@ def cache_key() -> str:
     """A digest of what a compiled graph depends on beside its nodes: the passes in their order, and the operators."""
     passes = (*ANALYSIS, *REWRITE)
     modules = {inspect.getmodule(type(one)): None for one in passes}
-    shared = (axes, base, dataflow, reads, ops, attention, selector, support)
+    rules = (along, assemble, axes, base, chains, dataflow, flex, heads, products, reads, shapes, writes)
+    shared = (*rules, fast, form, slow, attention, selector, support)
     parts = [*map(repr, passes), *(inspect.getsource(module) for module in (*modules, *shared) if module is not None)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -16,7 +16,7 @@ from torch import fx
 
 from sfi_compile.compat.dynamo import copy_graph_module
 from sfi_compile.passes.base import Pass, VerificationError, Work
-from sfi_compile.passes.dataflow import DataFlow, is_impure
+from sfi_compile.passes.dataflow import DataFlow, remove_dead
 
 _COND = torch.ops.higher_order.cond
 _SHARED = frozenset({torch.ops.sfi.frame.default})
@@ -62,7 +62,7 @@ def _taken(guarded: fx.GraphModule, branch_argument: int) -> fx.GraphModule:
             user.replace_all_uses_with(outputs[user.args[1]])
             graph.erase_node(user)
         graph.erase_node(cond)
-    graph.eliminate_dead_code(is_impure_node=is_impure)
+    remove_dead(graph)
     module.delete_all_unused_submodules()
     graph.lint()
     module.recompile()

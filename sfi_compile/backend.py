@@ -20,9 +20,8 @@ from sfi_compile.config import Config, within
 from sfi_compile.cost_model import CostModel, SiteShape
 from sfi_compile.diagnostics import DenseGraph
 from sfi_compile.passes import pipeline
-from sfi_compile.passes.base import VerificationError, Work
+from sfi_compile.passes.base import ContextSizedError, VerificationError, Work
 from sfi_compile.passes.dataflow import DataFlow, alike, extract
-from sfi_compile.passes.match_attention import is_prefill
 from sfi_compile.runtime import DecodeRunner, GuardInputs
 from sfi_compile.site import CacheWrite, MatchResult, RejectedSitesError, Rejection, Site
 
@@ -46,43 +45,51 @@ def sfi(gm: fx.GraphModule, example_inputs: Sequence[Any], **settings: Any) -> C
     if is_last_recompilation():
         log.warning(
             "sfi: Dynamo compiles this function for the last time; with other sizes it will run without a compiler. "
-            "Give every cache one length (max_cache_len), or raise torch._dynamo.config.recompile_limit"
+            "Layers compiled one by one, and models of transformers compiled by model.compile, share one limit: use "
+            "sfi_compile.accelerate(model). Give every cache one length (max_cache_len), or raise "
+            "torch._dynamo.config.recompile_limit"
         )
-    if is_prefill(gm.graph):
+    survey = pipeline.run(pipeline.SURVEY, Work(config, gm))
+    if survey.is_prompt:
         return compile_graph(gm, example_inputs, patches)
     if needs_gradients(example_inputs):
-        survey = pipeline.run(pipeline.SURVEY, Work(config, gm)).matched
-        found = (_GRADIENTS,) if survey.sites or survey.rejections else ()
+        found: tuple[Rejection, ...] = (_GRADIENTS,) if survey.matched.sites or survey.matched.rejections else ()
         _report(found, config)
         return _left_dense(compile_graph(gm, example_inputs, patches), found)
 
-    work = analyse(gm, config)
+    work = analyse(gm, survey)
     _report(work.matched.rejections, config)
     guard = work.matched.guard
     if guard is not None and guard.tokens is None and config.boundary_token_ids:
-        log.warning("sfi: the graph looks up no token ids [batch, 1], so boundary_token_ids cannot trigger")
+        log.warning("sfi: the graph looks up no token ids [batch, new tokens], so boundary_token_ids cannot trigger")
     if guard is None and not work.matched.rejections:
         log.info("sfi: a graph without attention is compiled by plain Inductor")
     if not work.pays:
         return _left_dense(compile_graph(gm, example_inputs, patches), work.matched.rejections)
 
     reads = _guard_inputs(work.matched, work.graph)
-    work = pipeline.run(pipeline.REWRITE, work, first_stage=len(pipeline.ANALYSIS))
+    try:
+        work = pipeline.run(pipeline.REWRITE, work, first_stage=len(pipeline.ANALYSIS))
+    except ContextSizedError as error:
+        hint = "compute masks from positions, or pass them to the model"
+        found = (*work.matched.rejections, Rejection("context-work", "graph", str(error), hint))
+        _report(found, config)
+        return _left_dense(compile_graph(gm, example_inputs, patches), found)
     added = [n.meta["example_value"] for n in work.graph.graph.nodes if n.op == "placeholder"][-len(work.state) :]
     inputs = [*example_inputs, *added]
     slow, fast = (compile_graph(module, inputs, patches, pipeline.cache_key()) for module in work.variants)
     diagnostics.counters.graphs += 1
     state = {s.name: s.allocate() for s in work.state}
-    runner = DecodeRunner(slow, fast, reads, state, work.config, len(work.matched.sites))
+    runner = DecodeRunner(slow, fast, reads, state, work.config, work.min_context or 0, len(work.matched.sites))
     diagnostics.rejected[runner] = work.matched.rejections
     return runner
 
 
-def analyse(gm: fx.GraphModule, config: Config) -> Work:
+def analyse(gm: fx.GraphModule, survey: Work) -> Work:
     """Match a graph and find the context from which a memory pays. Changes nothing."""
-    work = pipeline.run(pipeline.SURVEY, Work(config, gm))
-    if not work.matched.sites:
-        return work  # before any size is pinned: what stays dense may stay dynamic
+    config = survey.config
+    if not survey.matched.sites:
+        return survey  # before any size is pinned: what stays dense may stay dynamic
     work = pipeline.run(pipeline.ANALYSIS, Work(config, gm))
     sites = work.matched.sites
     config = within(config, max(s.context for s in sites))
@@ -112,7 +119,7 @@ def _shape(site: Site) -> SiteShape:
         query_len=site.query_len,
         context=site.context,
         itemsize=site.dtype.itemsize,
-        repeats_heads=site.repeats_heads,
+        repeats_heads=site.form.repeats_heads,
         masked=True,
     )
 
@@ -122,7 +129,7 @@ def _report(rejections: tuple[Rejection, ...], config: Config) -> None:
     if rejections and config.strict:
         raise RejectedSitesError(rejections)
     known = diagnostics.rejections()
-    for rejection in rejections:
+    for rejection in dict.fromkeys(rejections):
         if rejection not in known:
             log.warning("sfi: left dense: %s", rejection)
 
@@ -142,26 +149,31 @@ def _guard_inputs(match: MatchResult, module: fx.GraphModule) -> GuardInputs:
     if guard is None:
         raise VerificationError("sites without a guard")
     inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
-    groups = alike(DataFlow(module.graph), guard.positions)
+    fixed = [n for n in guard.positions if isinstance(n, int)]
+    groups = alike(DataFlow(module.graph), [n for n in guard.positions if not isinstance(n, int)])
     positions, used = extract(module, [group[0][0] for group in groups])
-    layout = guard.write.layout
-    writes = [w for site in match.sites for w in (site.key_write, site.value_write)]
-    watched = [w.root for w in writes] + [n for site in match.sites for n in site.constants]
+    writes = [w for site in match.sites for w in site.writes]
+    constants = dict.fromkeys(n for site in match.sites for n in site.constants)
+    watched = {*(w.root for w in writes), *constants}
+    lengths = [_shortest(writes, {n for n, _ in group}) for group in groups] + [_shortest(writes, {n}) for n in fixed]
     return GuardInputs(
         positions=positions,
         position_arguments=tuple(inputs.index(n) for n in used),
+        fixed_positions=tuple(fixed),
         counters=tuple(tuple(inputs.index(n) for _, n in group) for group in groups if len(group) > 1),
         tokens=None if guard.tokens is None else inputs.index(guard.tokens),
-        lengths=tuple(_shortest(writes, {n for n, _ in group}) for group in groups),
-        watched=tuple(sorted({inputs.index(n) for n in watched})),
+        lengths=tuple(lengths),
+        watched=tuple(sorted(inputs.index(n) for n in watched)),
+        constants=tuple(inputs.index(n) for n in constants),
         telling=guard.telling,
         root=inputs.index(guard.write.root),
         axis=guard.write.axis,
         batch=match.sites[-1].batch,
-        batch_axis=layout.index("b") if "b" in layout else None,
+        batch_axis=guard.write.batch_axis,
+        queries=guard.write.count,
     )
 
 
-def _shortest(writes: list[CacheWrite], positions: set[fx.Node]) -> int:
+def _shortest(writes: list[CacheWrite], positions: set[Any]) -> int:
     """Length of the shortest cache that is written at one of these positions."""
     return min(int(example(w.root).shape[w.axis]) for w in writes if w.index in positions)

@@ -26,16 +26,17 @@ app = typer.Typer(
 )
 
 
-def _whole(low: int) -> dict[str, Any]:
-    """Settings of a typer option that is a whole number >= `low`."""
+def _whole(low: int, high: int | None = None) -> dict[str, Any]:
+    """Settings of a typer option that is a whole number >= `low`, and <= `high` if given."""
+    allowed = f"a whole number >= {low}" + ("" if high is None else f" and <= {high}")
 
     def parse(value: str) -> int:
         try:
             number = int(value)
         except ValueError:
             number = low - 1
-        if number < low:
-            raise typer.BadParameter(f"{value!r}; allowed: a whole number >= {low}")
+        if number < low or (high is not None and number > high):
+            raise typer.BadParameter(f"{value!r}; allowed: {allowed}")
         return number
 
     return {"parser": parse, "metavar": "INTEGER"}
@@ -101,6 +102,9 @@ def generate(
 @app.command(epilog="Example: sfi explain --model smollm2 --max-cache-len 8192")
 def explain(
     model: Model = "smollm2",
+    families: Annotated[
+        bool, typer.Option("--families", help="Instead of one model, a tiny decoder of every family in the sample.")
+    ] = False,
     max_cache_len: Annotated[int, typer.Option(help="Positions of the KV cache.", **_whole(16))] = 4096,
     dtype: Dtype = "float32",
     device: Device = "auto",
@@ -112,11 +116,19 @@ def explain(
     from sfi_compile.lab import report
 
     report.check_json_path(json)
+    screen = report.Screen()
+    if families:
+        from sfi_compile.lab.survey import run_survey
+
+        with screen.busy("families"):
+            result = run_survey(options, screen.describe)
+        report.show_families(screen, result)
+        report.write_json(json, result)
+        return
     import sfi_compile
     from sfi_compile.lab import models
     from sfi_compile.lab.decode import prefill
 
-    screen = report.Screen()
     numeric, place = models.parse_dtype(dtype), models.parse_device(device)
     with screen.busy(f"loading {model}"):
         decoder, tokenizer = models.load(model, numeric, place)
@@ -138,6 +150,7 @@ def bench(
     batch: Counts = "1",
     context: Counts = "2048,8192,32768",
     new_tokens: Annotated[int, typer.Option(help="Decode steps of the measured run.", **_whole(8))] = 64,
+    step_tokens: Annotated[int, typer.Option(help="New tokens a row in one step, 1 to 8.", **_whole(1, 8))] = 1,
     seed: Annotated[int, typer.Option(help="Seed of weights, cache and tokens.", **_whole(0))] = 0,
     dtype: Dtype = "float32",
     device: Device = "auto",
@@ -157,9 +170,8 @@ def bench(
     _set_threads(threads)
     screen = report.Screen()
     shapes = tuple(name.strip() for name in shape.split(","))
-    settings = BenchSettings(
-        shapes, batches, contexts, new_tokens, models.parse_dtype(dtype), models.parse_device(device), options, seed
-    )
+    where = models.parse_dtype(dtype), models.parse_device(device)
+    settings = BenchSettings(shapes, batches, contexts, new_tokens, *where, options, seed, step_tokens)
     with screen.busy("starting"):
         result = run_bench(settings, screen.describe)
     report.show_bench(screen, result)

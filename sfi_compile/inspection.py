@@ -12,7 +12,8 @@ from sfi_compile.backend import analyse
 from sfi_compile.compat.dynamo import trace_once
 from sfi_compile.config import Config
 from sfi_compile.diagnostics import Report, site_rows
-from sfi_compile.passes.match_attention import is_prefill
+from sfi_compile.passes import pipeline
+from sfi_compile.passes.base import Work
 from sfi_compile.site import Rejection
 
 _NO_ATTENTION = Rejection(
@@ -40,11 +41,12 @@ def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | 
     found: list[Report] = []
 
     def inspect(gm: fx.GraphModule) -> None:
-        if is_prefill(gm.graph):
-            several = Rejection("query-length", "graph", "the step has several new tokens", "feed one token per row")
+        survey = pipeline.run(pipeline.SURVEY, Work(config, gm))
+        if survey.is_prompt:
+            several = Rejection("query-length", "graph", "the step has many new tokens", "feed one token per row")
             found.append(Report((), (several,), None, None))
             return
-        work = analyse(gm, config)
+        work = analyse(gm, survey)
         if not work.matched.sites and not work.matched.rejections:
             found.append(Report((), (_NO_ATTENTION,), None, None))
             return

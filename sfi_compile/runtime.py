@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,18 +33,22 @@ _WARNINGS = {
 class GuardInputs:
     """Where the guard finds its inputs among the graph's."""
 
-    positions: Callable[..., tuple[Tensor, ...]]
-    """Computes where the sites write (int [query_len] each) from the inputs at `position_arguments`, without side
-    effects. Of sites that compute it in the same way, each from its own counter, one stands for all."""
+    positions: Callable[..., tuple[Tensor | int, ...]]
+    """Computes where the sites write (all positions, or the first) from the inputs at `position_arguments`, without
+    side effects. Of sites that compute it in the same way, each from its own counter, one stands for all."""
     position_arguments: tuple[int, ...]
+    fixed_positions: tuple[int, ...]
+    """First positions that are numbers in the graph."""
     counters: tuple[tuple[int, ...], ...]
     """Those counters: inputs that must be equal within each group."""
     tokens: int | None
     lengths: tuple[int, ...]
-    """Positions of the shortest cache that is written at each of them."""
+    """Positions of the shortest cache that is written at each of them, the fixed ones last."""
     watched: tuple[int, ...]
     """Inputs that nobody else may change while a memory lives: all cache roots, and what keys and values are computed
     from beside them."""
+    constants: tuple[int, ...]
+    """Those of them that are no caches."""
     telling: bool
     """Whether the fingerprint depends on the tokens before it."""
     root: int
@@ -53,7 +57,9 @@ class GuardInputs:
     """Sequence axis of the root."""
     batch: int
     batch_axis: int | None
-    """Batch axis of the root (None: the root has one row)."""
+    """Batch axis of the root (None: one row, or unknown: then all rows continue or none)."""
+    queries: int
+    """Tokens that a step feeds a row."""
 
 
 class DecodeRunner:
@@ -66,9 +72,11 @@ class DecodeRunner:
         guard: GuardInputs,
         state: dict[str, Tensor],
         config: Config,
+        min_context: int,
         sites: int,
     ) -> None:
         self.slow, self.fast, self.guard, self.config, self.sites = slow, fast, guard, config, sites
+        self.min_context = max(min_context, 1)
         self.state = state
         self.arguments = tuple(state.values())
         self.rows = [Row() for _ in range(guard.batch)]
@@ -77,6 +85,7 @@ class DecodeRunner:
         self.fingerprint: Tensor | None = None
         self.marks: list[Any] = []
         self.root: Callable[[], Tensor | None] = lambda: None
+        self.constants: list[weakref.ref[Tensor]] = []
         self.lock = threading.Lock()
         self.warned: set[RowStatus] = set()
         diagnostics.runners.add(self)
@@ -114,39 +123,55 @@ class DecodeRunner:
             return out
 
     def _decide(self, args: Sequence[Any]) -> tuple[int, list[Trigger | None], RowStatus]:
-        """The step's position, why each row must be slow (None: it may be fast), and what slow rows start from."""
+        """The step's last position, why each row must be slow (None: it may be fast), and what slow rows start from."""
         g = self.guard
-        positions = g.positions(*(args[i] for i in g.position_arguments))
-        flags: list[Tensor] = [position[-1:] for position in positions]
+        written = [*g.positions(*(args[i] for i in g.position_arguments)), *g.fixed_positions]
+        flags: list[Tensor] = []
+        for position in written:
+            if isinstance(position, Tensor):
+                flat = position.reshape(-1)
+                if flat.shape[0] > 1:
+                    flags += [flat[:1], flat[-1:], (flat.diff() == 1).all().reshape(1)]
+                else:
+                    flags.append(flat)
         for group in g.counters:
             counters = torch.stack([args[i] for i in group])
             flags.append((counters == counters[0]).all().reshape(1))
         if self.boundary and g.tokens is not None:
-            flags.append(args[g.tokens][:, -1])
+            flags.append(args[g.tokens].reshape(-1))
         trusted = self.next_position is not None and self._untouched(args)
         if trusted:
             flags.append(self._same_rows(args[g.root]))
-        values = torch.cat(flags).tolist()  # the one read of a step
-        agree = values[len(positions) : len(positions) + len(g.counters)]
-        found, rest = values[: len(positions)], values[len(positions) + len(g.counters) :]
-        for position, length in zip(found, g.lengths, strict=True):
-            if position >= length:
-                raise IndexError(
-                    f"sfi: position {position} lies outside the cache, which holds {length} positions; "
-                    "give the cache a larger max_cache_len"
-                )
-        position = found[0]
-        tokens = rest[: g.batch] if self.boundary else [None] * g.batch
+        values = iter(torch.cat(flags).tolist() if flags else ())  # the one read of a step
+        spans = [self._span(p, length, values) for p, length in zip(written, g.lengths, strict=True)]
+        first, last = spans[0]
+        agree = [next(values) for _ in g.counters]
+        ends = [[next(values) in self.boundary for _ in range(g.queries)] for _ in self.rows if self.boundary]
         # A memory has one position, counted from the start. A slow step needs none, so such a step is slow, and no row
         # gets a memory.
-        split = len(set(found)) > 1 or not all(agree) or position < 0
-        trusted = trusted and position == self.next_position and not split
-        continues = rest[-g.batch :] if trusted else [0] * g.batch
-        why = [
-            trigger(row, self.config, position, bool(same), token in self.boundary)
-            for row, token, same in zip(self.rows, tokens, continues, strict=True)
-        ]
-        return position, why, RowStatus.SPLIT if split else RowStatus.READY
+        split = len(set(spans)) > 1 or not all(agree) or first < 0 or last - first != g.queries - 1
+        trusted = trusted and first == self.next_position and not split
+        why: list[Trigger | None] = []
+        for b, row in enumerate(self.rows):
+            continues = trusted and bool(next(values))
+            if not continues:
+                row.context = 0  # another sequence, of a length that is not known
+            why.append(trigger(row, self.config, last, continues, bool(ends) and any(ends[b])))
+        return last, why, RowStatus.SPLIT if split else RowStatus.READY
+
+    def _span(self, position: Tensor | int, length: int, values: Iterator[int]) -> tuple[int, int]:
+        """First and last of the positions that a step writes; a last before the first says that they do not follow."""
+        several = isinstance(position, Tensor) and position.numel() > 1
+        first = next(values) if isinstance(position, Tensor) else int(position)
+        last = next(values) if several else first + self.guard.queries - 1
+        if several and not next(values):
+            return first, first - 1
+        if last >= length:
+            raise IndexError(
+                f"sfi: position {last} lies outside the cache, which holds {length} positions; "
+                "give the cache a larger max_cache_len"
+            )
+        return (first + length, last + length) if last < 0 else (first, last)  # counted from the end
 
     def _same_rows(self, root: Tensor) -> Tensor:
         """Bool [B]: the root still holds, at the last position, the key row that our last step left there."""
@@ -155,10 +180,8 @@ class DecodeRunner:
         assert self.fingerprint is not None
         same = root.select(g.axis, self.next_position - 1) == self.fingerprint
         if g.batch_axis is None:
-            same = same.unsqueeze(0)
-        else:
-            same = same.movedim(g.batch_axis - (g.batch_axis > g.axis), 0)
-        return same.flatten(1).all(1)
+            return same.all().expand(g.batch)
+        return same.movedim(g.batch_axis - (g.batch_axis > g.axis), 0).flatten(1).all(1)
 
     def _untouched(self, args: Sequence[Any]) -> bool:
         """The same memory, into which nobody else wrote since our last step, as far as torch tracks it.
@@ -170,6 +193,8 @@ class DecodeRunner:
         root: Tensor = args[self.guard.root]
         if not self.guard.telling and (self.root() is not root or root.is_inference()):
             return False
+        if any(known() is not args[i] for known, i in zip(self.constants, self.guard.constants, strict=True)):
+            return False  # another tensor, perhaps where the last one was
         return self.marks == self._marks(args)
 
     def _marks(self, args: Sequence[Any]) -> list[Any]:
@@ -177,9 +202,15 @@ class DecodeRunner:
         return [(t.data_ptr(), None if t.is_inference() else t._version) for t in watched]
 
     def _announce(self, why: list[Trigger | None], status: RowStatus) -> None:
-        slow_rows = torch.tensor([w is not None for w in why])
-        self.state["sfi_slow_rows"].copy_(slow_rows)
-        self.state["sfi_status"].masked_fill_(self.state["sfi_slow_rows"], int(status))
+        statuses = []
+        for row in self.rows:
+            # A row that is known to be short needs no selection.
+            short = row.context > 0 and row.context + self.guard.queries < self.min_context
+            statuses.append(max(status, RowStatus.SHORT) if short else status)
+        slow, found = torch.tensor([[w is not None for w in why], statuses])
+        self.state["sfi_slow_rows"].copy_(slow)
+        self.state["sfi_status"].copy_(found)
+        self.state["sfi_context"].zero_()
 
     def _settle(self, position: int, why: list[Trigger | None]) -> None:
         status, context = torch.stack([self.state["sfi_status"], self.state["sfi_context"]]).tolist()
@@ -188,7 +219,7 @@ class DecodeRunner:
             if reason is None:
                 continue
             row.context = context[b]
-            if status[b] == RowStatus.READY:
+            if status[b] == RowStatus.READY and row.context >= self.min_context:
                 refreshed(row, self.config, position, reason)
                 row.support = held[b]
             else:
@@ -213,7 +244,7 @@ class DecodeRunner:
                 c.triggers[reason] += 1
                 c.refreshes += row.valid
             else:
-                row.context += 1
+                row.context += self.guard.queries
                 support = min(row.support + position - row.refreshed_at, row.context)
                 c.fast_rows += 1
                 c.support_sum += support
@@ -230,3 +261,4 @@ class DecodeRunner:
         self.fingerprint.copy_(row)
         self.next_position = position + 1
         self.root, self.marks = weakref.ref(root), self._marks(args)
+        self.constants = [weakref.ref(args[i]) for i in self.guard.constants]

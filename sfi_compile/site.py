@@ -39,24 +39,41 @@ class RejectedSitesError(RuntimeError):
 
 
 @dataclasses.dataclass(frozen=True)
+class Form:
+    """Attention brought to its one form, beside the graph's own way of computing it, which still stands."""
+
+    name: str
+    """How the graph writes it, e.g. "sdpa"."""
+    node: fx.Node
+    """`sfi::attention`."""
+    result: fx.Node
+    """Its value in the shape of `original`."""
+    original: fx.Node
+    """What the graph computes."""
+    repeats_heads: bool
+    """The graph materialises keys and values repeated to the query heads."""
+
+
+@dataclasses.dataclass(frozen=True)
 class CacheWrite:
-    """The write of this step's keys or values into a cache root."""
+    """The write of this step into a cache root."""
 
     node: fx.Node
-    """The mutation (`index_copy_`, `setitem`)."""
+    """The mutation (`index_copy_`, `setitem`, `copy_` into a slice, `scatter_`)."""
     root: fx.Node
     """Placeholder that holds the cache."""
-    layout: str
-    """Axes of the root: b(atch) h(ead) s(equence) d(feature), 1 for an axis of size one."""
-    index: fx.Node
-    """Int tensor [query_len] of the positions written."""
+    axis: int
+    """Sequence axis of the root."""
+    batch_axis: int | None
+    """Batch axis of the root; None if it has one row, or where the graph does not tell."""
+    index: fx.Node | int
+    """First position written: an int tensor [count] of all positions, or [], or a number."""
+    count: int
+    """Positions written."""
     value: fx.Node
-    """What is written; same axes as the root, with the sequence axis of length query_len."""
-
-    @property
-    def axis(self) -> int:
-        """Sequence axis of the root."""
-        return self.layout.index("s")
+    """What is written; it broadcasts to the root with the sequence axis of length `count`."""
+    lacks_axis: bool = False
+    """The value is written as one slot, without the sequence axis."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,10 +82,7 @@ class Site:
 
     module: str
     """Path of the module that computes it, e.g. "model.layers.0.self_attn"."""
-    form: str
-    """How attention is written, e.g. "sdpa"."""
-    node: fx.Node
-    """The attention node; its value is [batch, query_heads, query_len, value_dim]."""
+    form: Form
     query: fx.Node
     """[batch, query_heads, query_len, key_dim]."""
     key: fx.Node
@@ -79,8 +93,12 @@ class Site:
     """Bool (True: may attend) or float (added to the logits), broadcastable over [batch, query_heads, query_len, N]."""
     scale: float
     """Factor of the logits."""
-    key_write: CacheWrite
-    value_write: CacheWrite
+    softcap: float
+    """Logits x become `softcap * tanh(x / softcap)` before the mask; 0: they do not."""
+    sinks: fx.Node | None
+    """[1 or batch, 1 or query_heads, 1 or query_len, columns]: logits that take weight and give nothing."""
+    writes: tuple[CacheWrite, ...]
+    """Every write into what keys and values come from; the first is of the keys."""
     batch: int
     query_heads: int
     kv_heads: int
@@ -92,31 +110,26 @@ class Site:
     dtype: torch.dtype
     """dtype of the keys and values that attention reads."""
     device: torch.device
-    repeats_heads: bool
-    """The model materialises keys and values repeated to the query heads."""
     constants: tuple[fx.Node, ...]
     """Graph inputs from which, beside the cache, keys and values are computed; a memory outlives no change of them."""
     context_sources: tuple[fx.Node, ...]
     """Where context-sized axes enter: cache roots, mask inputs, constructors as long as the context."""
+    kept: tuple[fx.Node, ...] = ()
+    """What may stay as long as the context in a fast step: running counts over a mask [batch, context]."""
 
     @property
     def group(self) -> int:
         """Query heads per KV head."""
         return self.query_heads // self.kv_heads
 
-    @property
-    def position(self) -> fx.Node:
-        """Int tensor [query_len]: the positions of this step's tokens."""
-        return self.key_write.index
-
     def as_dict(self) -> dict[str, object]:
         """What `explain` reports of a site."""
         return {
             "module": self.module,
-            "form": self.form,
+            "form": self.form.name,
             "query_heads": self.query_heads,
             "kv_heads": self.kv_heads,
-            "root": self.key_write.root.name,
+            "root": self.writes[0].root.name,
         }
 
 
@@ -124,8 +137,8 @@ class Site:
 class Guard:
     """What the step predicate reads: one predicate for all sites of a decode graph."""
 
-    positions: tuple[fx.Node, ...]
-    """Where the sites write keys and values (int tensors [query_len]), each node once, the first site's first.
+    positions: tuple[fx.Node | int, ...]
+    """Where the sites write, as `CacheWrite.index`, each node or number once, the first site's first.
 
     Every layer may keep a counter of its own; the runtime checks that they agree.
     """

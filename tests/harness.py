@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -16,8 +16,7 @@ from torch import Tensor
 import sfi_compile
 from sfi_compile.passes import pipeline
 from sfi_compile.passes.base import Work
-from tests.decoders import Decoder
-from tests.handwritten import VOCAB
+from tests.decoders import VOCAB, Decoder
 
 FULL = {"min_context": 0, "k_head": 100_000}
 """A memory that holds everything: fast steps must equal dense ones."""
@@ -120,16 +119,45 @@ def kind_since(before: sfi_compile.Stats) -> str:
     return {(0, 0): "dense", (1, 0): "slow", (0, 1): "fast"}[slow, fast]
 
 
-def dense_steps(decoder: Decoder, model: Any, run: Run, start: int, dtype: torch.dtype) -> Tensor:
-    """Each step of `run` again, dense, in `dtype`, from the very cache that the step started with.
+def watch(model: Any) -> list[tuple[str, int]]:
+    """Check every call of a compiled module against its own uncompiled forward, from the same inputs.
+
+    Returns:
+        Grows by (kind, tokens a row) with each call; one that is not "fast" must have the dense output.
+    """
+    calls: list[tuple[str, int]] = []
+    inner = model._compiled_call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        own_args, own_kwargs = copy.deepcopy((args, kwargs))
+        before = sfi_compile.stats()
+        out = inner(*args, **kwargs)
+        kind = kind_since(before)
+        calls.append((kind, (args[0] if args else kwargs["input_ids"]).shape[1]))
+        if kind != "fast":
+            wanted = model.forward(*own_args, **own_kwargs).logits
+            torch.testing.assert_close(out.logits, wanted, rtol=1e-4, atol=1e-4)
+        return out
+
+    model._compiled_call_impl = call
+    return calls
+
+
+def dense_steps(
+    decoder: Decoder, model: Any, run: Run, start: int, dtype: torch.dtype, steps: Iterable[int] | None = None
+) -> Tensor:
+    """These steps of `run` (None: all) again, dense, in `dtype`, each from the very cache that it started with.
 
     Returns:
         Logits [batch, steps, vocab].
     """
     model = copy.deepcopy(model).to(dtype)
+    if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # the grouped product takes no float64
     out = []
     with torch.no_grad():
-        for step, cache in enumerate(run.caches):
+        for step in range(len(run.caches)) if steps is None else steps:
+            cache = run.caches[step]
             own = as_dtype(cache, dtype)
             if isinstance(own, torch.nn.Module):
                 for layer, held in zip(model.layers, own, strict=True):

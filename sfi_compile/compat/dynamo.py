@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
+from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
@@ -44,6 +45,16 @@ def storage_of(node: fx.Node) -> int | None:
 def size_hint(size: int | torch.SymInt) -> int:
     """The value that a size has in this call; unlike `int(size)`, asking adds no guard."""
     return size if isinstance(size, int) else int(size.node.hint)
+
+
+def distance(start: Any, stop: Any) -> int | None:
+    """`stop - start` of two whole numbers, or nodes of such, if it is the same in every call; else None."""
+    values = [example(n) if isinstance(n, fx.Node) else n for n in (start, stop)]
+    if not all(isinstance(v, (int, torch.SymInt)) for v in values):
+        return None
+    first, last = (v.node.expr if isinstance(v, torch.SymInt) else v for v in values)
+    between = last - first
+    return int(between) if isinstance(between, int) or between.is_number else None
 
 
 def fake_mode_of(graph: fx.Graph) -> FakeTensorMode | None:
@@ -128,7 +139,9 @@ def trace_once(
 
     function = getattr(function, "_torchdynamo_orig_callable", function)
     try:
-        torch.compile(function, backend=backend, fullgraph=True)(*args, **kwargs)
+        # Not fullgraph=True: it also lets `Tensor.item()` into the graph, which otherwise breaks it.
+        with torch._dynamo.error_on_graph_break(True):
+            torch.compile(function, backend=backend)(*args, **kwargs)
     except BackendCompilerFailed as failure:
         if not isinstance(failure.inner_exception, _Stop):
             raise failure.inner_exception from None

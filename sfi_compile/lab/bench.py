@@ -53,6 +53,8 @@ class BenchSettings:
     device: str
     options: dict[str, Any]
     seed: int = 0
+    step_tokens: int = 1
+    """New tokens a row in one step, 1 to 8, as when drafts are verified."""
 
 
 def run_bench(settings: BenchSettings, status: Callable[[str], None]) -> dict[str, Any]:
@@ -86,11 +88,12 @@ def _measure(
     status: Callable[[str], None],
 ) -> dict[str, Any]:
     torch.manual_seed(settings.seed)
-    longest = context + WARM_STEPS + settings.new_tokens + FORCED_SLOW_STEPS + PEAK_STEPS
+    steps, width = WARM_STEPS + settings.new_tokens + FORCED_SLOW_STEPS + PEAK_STEPS, settings.step_tokens
+    longest = context + steps * width
     status("building the decoder")
     model = build(shape, settings.dtype, settings.device, longest)
     cache = filled_cache(model, shape, batch, context, longest)
-    tokens = torch.randint(shape.vocab, (longest - context, batch, 1), device=settings.device)
+    tokens = torch.randint(shape.vocab, (steps, batch, width), device=settings.device)
 
     # Each run has a cache of its own: steps of the other would break the continuity that a memory is checked for.
     forget_graphs()
@@ -135,6 +138,7 @@ def _measure(
         "shape": name,
         "batch": batch,
         "context": context,
+        "step_tokens": width,
         **{f"{kind}_ms": _ms(median(seconds)) for kind, seconds in timed.items()},
         "mean_ms": _ms(statistics.fmean(natural) if natural else None),
         "floor_ms": _ms(read / bandwidth),

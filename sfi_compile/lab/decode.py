@@ -37,7 +37,7 @@ class Step:
 
 
 class Decoder:
-    """A compiled model on one static cache, stepped one token at a time; `steps` records every step.
+    """A compiled model on one static cache, stepped one or a few tokens at a time; `steps` records every step.
 
     Args:
         model: causal decoder with `forward(input_ids, cache=…)`.
@@ -57,7 +57,7 @@ class Decoder:
         self._earlier = earlier.sites, earlier.memory_bytes
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Feed int64 tokens [batch, 1]; returns the logits [batch, vocab] of the next token.
+        """Feed int64 tokens [batch, 1 to 8]; returns the logits [batch, vocab] of the next token.
 
         Raises:
             LabError: `strict=True` and a site was rejected.

@@ -164,6 +164,20 @@ def show_bench(screen: Screen, result: Mapping[str, Any]) -> None:
         show_rejections(screen, row["rejections"])
 
 
+def show_families(screen: Screen, result: Mapping[str, Any]) -> None:
+    """Table of `sfi explain --families`."""
+    table = _table("attention sites of one decode step", "decoder", "rewritten", "left dense", "why")
+    rows = result["families"]
+    for row in rows:
+        why = row["error"] or ", ".join(row["codes"])
+        table.add_row(row["family"], str(row["sites"]), str(row["dense"]), Text(why))
+    screen.out.print(table)
+    whole = sum(bool(row["sites"]) and not row["dense"] for row in rows)
+    partly = sum(bool(row["sites"]) for row in rows) - whole
+    dense = len(rows) - whole - partly
+    screen.out.print(f"{len(rows)} decoders: {whole} rewritten in full, {partly} in part, {dense} dense")
+
+
 def show_checks(screen: Screen, result: Mapping[str, Any]) -> None:
     """Tables of `sfi doctor`."""
     found = _table("versions", "", "version")

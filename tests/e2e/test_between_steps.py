@@ -165,3 +165,44 @@ def test_layers_whose_counters_disagree() -> None:
             torch.testing.assert_close(ours, dense, rtol=1e-4, atol=1e-4)
     assert set(kinds[8:17]) == {"slow"}
     assert kinds[:8].count("fast") == kinds[16:].count("fast") == 7
+
+
+def test_a_constant_that_is_another_tensor_in_every_step() -> None:
+    """Freed memory is used again: the same address, and a version that begins at the same number."""
+    torch.manual_seed(0)
+
+    def step(q: Tensor, k: Tensor, keys: Tensor, values: Tensor, pos: Tensor, scale: Tensor) -> Tensor:
+        keys.index_copy_(2, pos, k)
+        values.index_copy_(2, pos, k)
+        mask = (torch.arange(keys.shape[2]) <= pos)[None, None, None]
+        return torch.nn.functional.scaled_dot_product_attention(q, keys * scale, values, attn_mask=mask)
+
+    keys, values = torch.randn(2, 1, 2, 32, 4)
+    with torch.no_grad(), eager_lowering():
+        forward = torch.compile(step, backend="sfi", options=FULL)
+        for pos in range(20, 26):
+            q, k = torch.randn(2, 1, 2, 1, 4)
+            args = q, k, keys, values, torch.tensor([pos])
+            expected = step(*copy.deepcopy(args), torch.full((1,), float(pos)))
+            torch.testing.assert_close(forward(*args, torch.full((1,), float(pos))), expected)
+    assert sfi_compile.stats().fast_steps == 0
+
+
+def test_positions_that_do_not_follow_each_other() -> None:
+    torch.manual_seed(0)
+
+    def step(q: Tensor, k: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+        keys.index_copy_(2, pos, k)
+        values.index_copy_(2, pos, k)
+        mask = (torch.arange(keys.shape[2]) <= pos[:, None])[None, None]
+        return torch.nn.functional.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+
+    keys, values = torch.randn(2, 1, 2, 32, 4)
+    with torch.no_grad(), eager_lowering():
+        forward = torch.compile(step, backend="sfi", options=FULL)
+        for first in (10, 13, 16):
+            q, k = torch.randn(2, 1, 2, 3, 4)
+            args = q, k, keys, values, torch.tensor([first, 1, first + 2])
+            expected = step(*copy.deepcopy(args))
+            torch.testing.assert_close(forward(*args), expected)
+    assert sfi_compile.stats().fast_steps == 0

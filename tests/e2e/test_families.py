@@ -1,4 +1,4 @@
-"""Every sample decoder: all layers rewritten, full budget equal to dense, slow steps equal to dense."""
+"""Every sample decoder with sites: what is found, a memory that holds everything, and one that does not."""
 
 from __future__ import annotations
 
@@ -6,48 +6,87 @@ import pytest
 import torch
 
 import sfi_compile
-from tests.decoders import DECODERS, Decoder
-from tests.harness import FULL, SMALL, assert_close_to, compiled, decode, dense_steps, eager_lowering, graphs_of, prompt
+from tests.decoders import BY_NAME, DECODERS, PARTLY, Decoder
+from tests.harness import (
+    FULL,
+    SMALL,
+    assert_close_to,
+    compiled,
+    decode,
+    dense_steps,
+    dynamo_graphs,
+    eager_lowering,
+    graphs_of,
+    prompt,
+)
 
 PROMPT, CACHE = 19, 96
+SHORT = {"min_context": 0, "sink": 2, "k_head": 16, "recent": 6, "refresh_interval": 8, "min_refresh_gap": 3}
+"""A memory that holds everything when it is refreshed in step 0 (or 1, where a second graph starts over), and less than
+the context in step 8."""
+STEPS = 18
+NARROW = {"xglm"}
+"""transformers cannot run these in float64."""
+
+APART = [
+    BY_NAME[name]
+    for name in (
+        "llama gpt-bigcode granite jamba bshd-cache bart cohere2 gpt-oss bloom deepseek-v3 t5 int8-cache x-transformers"
+    ).split()
+]
+"""Some that differ in heads, scale, layers, cache, how attention is written, or what stays dense."""
 
 
-@pytest.mark.parametrize("decoder", DECODERS, ids=lambda d: d.name)
-def test_every_layer_is_rewritten_and_full_budget_is_dense(decoder: Decoder) -> None:
+@pytest.mark.parametrize("decoder", [*DECODERS, *PARTLY], ids=lambda d: d.name)
+def test_sites_are_found_and_slow_or_full_is_dense(decoder: Decoder) -> None:
+    model, _ = decoder.build()
+    ids, fed = prompt(2, PROMPT), prompt(2, STEPS, 1)
+    with eager_lowering(), graphs_of() as works:
+        run = decode(decoder, model, compiled(model, strict=not decoder.codes, **SHORT), ids, STEPS, 48, fed, True)
+
+    # A sliding layer counts in a Python int, which Dynamo generalises once: the second graph starts with a slow step.
+    start = len(works) - 1
+    assert dynamo_graphs() == len(works) <= 2
+    for work in works:
+        sites, guard = work.matched.sites, work.matched.guard
+        assert len(sites) == decoder.sites
+        assert {(s.query_heads, s.kv_heads) for s in sites} == {(decoder.query_heads, decoder.kv_heads)}
+        assert guard is not None
+        assert guard.tokens is not None
+        assert tuple(r.code for r in work.matched.rejections) == decoder.codes
+    assert run.kinds[start:] == ["fast" if step % 8 else "slow" for step in range(STEPS - start)]
+
+    eager = dense_steps(decoder, model, run, PROMPT, torch.float32)
+    ours, everything = run.logits[:, 1:], slice(0, start + 8)
+    torch.testing.assert_close(ours[:, everything], eager[:, everything], rtol=1e-4, atol=1e-4)
+    assert ours[:, everything].argmax(-1).tolist() == eager[:, everything].argmax(-1).tolist()
+    assert (ours - eager)[:, start + 9 :].abs().max() > 1e-2, "fast steps read everything"
+    slow = range(start, STEPS, 8)
+    if decoder.name not in NARROW:
+        exact = dense_steps(decoder, model, run, PROMPT, torch.float64, slow)
+        assert_close_to(exact, ours[:, slow], eager[:, slow])
+
+
+@pytest.mark.parametrize("decoder", APART, ids=lambda d: d.name)
+def test_full_budget_is_dense_token_for_token(decoder: Decoder) -> None:
     model, _ = decoder.build()
     ids = prompt(2, PROMPT)
     dense = decode(decoder, model, model.forward, ids, 60, CACHE)
-    with eager_lowering(), graphs_of() as works:
-        ours = decode(decoder, model, compiled(model, strict=True, **FULL), ids, 60, CACHE)
-    assert len(works) == 1
-    sites = works[0].matched.sites
-    assert len(sites) == decoder.sites
-    assert {(s.query_heads, s.kv_heads) for s in sites} == {(decoder.query_heads, decoder.kv_heads)}
-    assert works[0].matched.guard is not None
-    assert works[0].matched.guard.tokens is not None
-    stats = sfi_compile.stats()
-    assert (stats.graphs, stats.sites, stats.rejections) == (1, decoder.sites, ())
-    assert ours.kinds.count("fast") == stats.fast_steps > 50
-    assert stats.retention == 1.0
-    assert ours.tokens.tolist() == dense.tokens.tolist()
+    with eager_lowering():
+        ours = decode(decoder, model, compiled(model, **FULL), ids, 60, CACHE)
+    assert ours.kinds.count("fast") > 50
+    assert sfi_compile.stats().retention == 1.0
     assert ours.chosen.tolist() == dense.chosen.tolist()
 
 
-CASES = [(decoder, dtype) for dtype in (torch.float32, torch.bfloat16) for decoder in DECODERS
-         if dtype == torch.float32 or "group" not in decoder.name]  # fmt: skip
-
-
-@pytest.mark.parametrize(("decoder", "dtype"), CASES, ids=lambda v: getattr(v, "name", str(v).removeprefix("torch.")))
-def test_slow_steps_are_dense_whatever_came_before(decoder: Decoder, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("decoder", APART, ids=lambda d: d.name)
+def test_slow_steps_are_dense_in_bfloat16(decoder: Decoder) -> None:
     model, _ = decoder.build()
-    model = model.to(dtype)
+    model = model.to(torch.bfloat16)
     with eager_lowering():
-        run = decode(decoder, model, compiled(model, **SMALL), prompt(2, PROMPT), 20, 48, prompt(2, 20, 1), True)
-    assert run.kinds == ["fast" if step % 8 else "slow" for step in range(20)]
+        run = decode(decoder, model, compiled(model, **SMALL), prompt(2, PROMPT), STEPS, 48, prompt(2, STEPS, 1), True)
     slow = [step for step, kind in enumerate(run.kinds) if kind == "slow"]
-    eager = dense_steps(decoder, model, run, PROMPT, dtype)[:, slow]
-    exact = dense_steps(decoder, model, run, PROMPT, torch.float64)[:, slow]
+    assert len(slow) >= 3
+    eager = dense_steps(decoder, model, run, PROMPT, torch.bfloat16, slow)
+    exact = dense_steps(decoder, model, run, PROMPT, torch.float64, slow)
     assert_close_to(exact, run.logits[:, 1:][:, slow], eager)
-    fast = [step for step, kind in enumerate(run.kinds) if kind == "fast"]
-    every = dense_steps(decoder, model, run, PROMPT, dtype)[:, fast]
-    assert (run.logits[:, 1:][:, fast] - every).abs().max() > 1e-2, "fast steps read everything"

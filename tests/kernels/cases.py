@@ -134,13 +134,13 @@ def attentions(draw: st.DrawFn, queries: int = 3, dtypes: tuple[torch.dtype, ...
     return Attention(q.to(dtype), k, v, mask, slow_rows, scale, tuple(lengths))
 
 
-def dense(case: Attention, min_context: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def dense(case: Attention) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(output, logits, status, context) of `sfi::dense_attention`; status starts at 0, context at -7."""
     status = torch.zeros(case.q.shape[0], dtype=torch.int64)
     context = torch.full_like(status, -7)
     extent = frame(case)[0]
     both = torch.ops.sfi.dense_attention(
-        case.q, case.k, case.v, case.mask, case.slow_rows, extent, case.scale, min_context, status, context
+        case.q, case.k, case.v, case.mask, case.slow_rows, extent, case.scale, status, context
     )
     return *both, status, context
 

@@ -66,12 +66,15 @@ def test_logits_are_the_sites_own(case: Attention) -> None:
         assert ((logits[b].double() - exact).abs() <= bound)[~blocked].all()
 
 
-@given(attentions(), st.integers(0, 70))
-def test_a_row_below_the_threshold_is_short(case: Attention, min_context: int) -> None:
-    _, _, status, context = dense(case, min_context)
-    for b in case.slow:
-        short = context[b] < min_context
-        assert status[b] == (RowStatus.SHORT if short else RowStatus.READY)
+@given(attentions(), st.data())
+def test_a_row_that_may_attend_to_nothing_is_short(case: Attention, data: st.DataObject) -> None:
+    b = data.draw(st.sampled_from(case.slow or [0]))
+    mask = case.mask.expand(case.q.shape[0], -1, -1, -1).clone()
+    mask[b] = False if mask.dtype == torch.bool else -math.inf
+    out, _, status, context = dense(dataclasses.replace(case, mask=mask))
+    for row in case.slow:
+        assert (status[row] == RowStatus.SHORT) == (row == b) == (context[row] == 0)
+    assert out[b].eq(0).all()
 
 
 @given(attentions(), st.sampled_from(["query", "value"]), st.data())
@@ -94,7 +97,7 @@ def test_a_status_is_only_ever_raised() -> None:
     case = Attention(one, one, one, yes.reshape(1, 1, 1, 1), yes, 1.0, (1,))
     status, context = torch.tensor([int(RowStatus.NOT_FINITE)]), torch.zeros(1, dtype=torch.int64)
     operands = (case.q, case.k, case.v, case.mask, case.slow_rows, torch.tensor([[1, 1, 0]]), case.scale)
-    torch.ops.sfi.dense_attention(*operands, 5, status, context)
+    torch.ops.sfi.dense_attention(*operands, status, context)
     assert status.tolist() == [RowStatus.NOT_FINITE]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,7 +49,7 @@ def whole_step(case: Attention, position: int) -> tuple[Tensor, ...]:
     status, context = torch.zeros(batch, dtype=torch.int64), torch.zeros(batch, dtype=torch.int64)
     at = torch.tensor([position])
     extent, log_position, held = SFI.frame(case.mask, case.slow_rows, at, SPEC, selected_end, slots)
-    operands = (case.q, case.k, case.v, case.mask, case.slow_rows, extent, case.scale, 3, status, context)
+    operands = (case.q, case.k, case.v, case.mask, case.slow_rows, extent, case.scale, status, context)
     out, logits = SFI.dense_attention(*operands)
     selected = SFI.select(logits, case.k, case.slow_rows, status, extent, log_position, SPEC)
     SFI.pack(case.k, case.v, selected, held, case.slow_rows, status, CONFIG.sink, *memory)
@@ -56,7 +57,7 @@ def whole_step(case: Attention, position: int) -> tuple[Tensor, ...]:
     refreshed_at = torch.full((batch,), position)
     SFI.append(*token, at + 1, refreshed_at, selected_end, CONFIG.recent, *memory)
     rank = f"{'b' if case.mask.shape[0] > 1 else '1'}11s"
-    mask = SFI.gather(case.mask, memory[0].clamp_max(size - 1), rank, "bhqs")
+    mask = SFI.gather(case.mask, memory[0].clamp_max(size - 1), rank)
     mask = mask.expand(batch, kv_heads, 1, slots)
     fast = SFI.memory_attention(case.q, memory[1], memory[2], memory[0], mask, case.scale)
     # What fast rows hold is undefined: no one may read it.
@@ -82,48 +83,44 @@ def test_a_row_alone_is_the_row_in_a_batch(case: Attention) -> None:
 
 
 @st.composite
-def gathers(draw: st.DrawFn) -> tuple[Tensor, Tensor, str, str, Tensor | None]:
-    """Arguments as the passes make them: axes in any order with s among them, a unit axis for each that x lacks."""
-    sizes = {"b": draw(st.integers(2, 3)), "h": draw(st.integers(2, 3)), "q": 2, "s": draw(st.integers(2, 9)), "d": 5}
-    out = draw(st.sampled_from(["bhsd", "bhqs"]))
-    names = draw(st.permutations([n for n in out if n != "d"]))
-    names = [n if n == "s" or draw(st.booleans()) else "1" for n in names]
-    # The feature axis comes last in every cache.
-    layout = "".join(names) + ("d" if out == "bhsd" else "")
-    x = torch.arange(1, 1 + int(torch.tensor([sizes.get(n, 1) for n in layout]).prod()), dtype=torch.float32)
-    x = x.reshape([sizes.get(n, 1) for n in layout])
-    low = -1
+def gathers(draw: st.DrawFn) -> tuple[Tensor, Tensor, str, Tensor | None]:
+    """Arguments as the passes make them: axes in any order with s among them, some of size one, some left out."""
+    sizes = {"b": draw(st.integers(2, 3)), "h": draw(st.integers(2, 3)), "q": 2, "s": draw(st.integers(2, 9)), "1": 1}
+    sizes["m"] = sizes["b"] * sizes["h"]
+    letters = draw(st.sampled_from(["bhqs", "mqs", "ms", "qs", "s", "bs"]))
+    names = [n if n == "s" or draw(st.booleans()) else "1" for n in draw(st.permutations(letters))]
+    layout = "".join(names)
+    shape = [sizes[n] for n in layout]
+    x = torch.arange(1, 1 + math.prod(shape), dtype=torch.float32).reshape(shape)
     n = draw(st.integers(1, 6))
-    element = st.integers(low, sizes["s"] - 1)
-    flat = draw(st.booleans())
-    count = n if flat else sizes["b"] * sizes["h"] * n
-    index = torch.tensor(draw(st.lists(element, min_size=count, max_size=count)))
-    index = index if flat else index.reshape(sizes["b"], sizes["h"], n)
-    rows = torch.tensor([draw(st.integers(0, 1))]) if "q" in layout and draw(st.booleans()) else None
-    return x, index, layout, out, rows
+    count = sizes["b"] * sizes["h"] * n
+    flat = draw(st.lists(st.integers(-1, sizes["s"] - 1), min_size=count, max_size=count))
+    index = torch.tensor(flat).reshape(sizes["b"], sizes["h"], n)
+    rows = None
+    if "q" in layout and draw(st.booleans()):
+        rows = torch.tensor(draw(st.lists(st.integers(0, 1), min_size=1, max_size=3)))
+    return x, index, layout, rows
 
 
 @given(gathers())
-def test_gather_is_indexing_by_name(arguments: tuple[Tensor, Tensor, str, str, Tensor | None]) -> None:
-    x, index, layout, out, rows = arguments
-    found = SFI.gather(x, index, layout, out, rows)
+def test_gather_is_indexing_by_name(arguments: tuple[Tensor, Tensor, str, Tensor | None]) -> None:
+    x, index, layout, rows = arguments
+    found = SFI.gather(x, index, layout, rows)
+    heads = index.shape[1]
     queries = range(x.shape[layout.index("q")]) if "q" in layout else [0]
     queries = queries if rows is None else rows.tolist()
-    n = index.shape[-1]
-    assert found.shape[out.index("s")] == n
-    for place in itertools.product(*(range(size) for size in found.shape)):
-        at = dict(zip(out, place, strict=True))
-        position = index[at["s"]] if index.dim() == 1 else index[at["b"], at["h"], at["s"]]
-        at |= {"s": max(int(position), 0)}
-        if "q" in at:
-            at["q"] = queries[at["q"]]
-        assert found[place] == x[tuple(at.get(name, 0) for name in layout)]
+    # An axis of which neither x nor the index knows anything has size one.
+    assert found.shape == (*index.shape[:2], len(queries), index.shape[2])
+    for b, h, q, s in itertools.product(*(range(size) for size in found.shape)):
+        at = {"b": b, "h": h, "m": b * heads + h, "q": queries[q], "s": max(int(index[b, h, s]), 0)}
+        assert found[b, h, q, s] == x[tuple(at.get(name, 0) for name in layout)]
 
 
 def test_gather_reads_only_the_positions_asked_for() -> None:
-    x = torch.full((2, 3, 50, 4), float("nan"))
-    x[:, :, 7] = 1.0
-    found = SFI.gather(x, torch.full((2, 3, 5), 7), "bhsd", "bhsd")
+    x = torch.full((2, 3, 4, 50), float("nan"))
+    x[..., 7] = 1.0
+    found = SFI.gather(x, torch.full((2, 3, 5), 7), "bhqs")
+    assert found.shape == (2, 3, 4, 5)
     assert found.eq(1).all()
 
 
@@ -140,10 +137,12 @@ def arguments_of(name: str, dtype: torch.dtype) -> tuple[Any, ...]:
     selected = torch.tensor([[[3, 5, 7, -1, -1]] * 3] * 2)
     logits = torch.randn(2, 3, 2, 20, generator=g).masked_fill(~mask, -torch.inf)
     extent, log_position, held = SFI.frame(mask, slow_rows, at, SPEC, 7, 14)
+    sinks = torch.randn(1, 6, 1, 2, generator=g).to(dtype)
     return {
-        "gather": (k, memory[0], "bhsd", "bhsd"),
+        "gather": (mask.float(), memory[0], "b11s"),
+        "attention": (q, k, v, mask, 0.3, 2.0, sinks),
         "frame": (mask, slow_rows, at, SPEC, 7, 14),
-        "dense_attention": (q, k, v, mask, slow_rows, extent, 0.3, 5, status, context),
+        "dense_attention": (q, k, v, mask, slow_rows, extent, 0.3, status, context),
         "select": (logits, k, slow_rows, status, extent, log_position, SPEC),
         "pack": (k, v, selected, held, slow_rows, status, CONFIG.sink, *memory),
         "append": (k[:, :, :1], v[:, :, :1], at + 1, at.expand(2).clone(), 7, 4, *memory),
@@ -151,7 +150,7 @@ def arguments_of(name: str, dtype: torch.dtype) -> tuple[Any, ...]:
     }[name]
 
 
-NAMES = ["gather", "frame", "dense_attention", "select", "pack", "append", "memory_attention"]
+NAMES = ["gather", "attention", "frame", "dense_attention", "select", "pack", "append", "memory_attention"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

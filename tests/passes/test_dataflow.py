@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from sfi_compile.passes.dataflow import DataFlow, alike, extract, is_impure, mutated_argument, mutated_arguments
-from tests.passes.toys import minimal, operands, record, same_text, tensor, text, unchanged
+from sfi_compile.passes.dataflow import DataFlow, alike, extract, mutated_argument, mutated_arguments, remove_dead
+from tests.passes.toys import Recorded, minimal, operands, record, same_text, tensor, text, unchanged
 
 
 @torch.library.custom_op("toys::write_both", mutates_args=("keys", "values"))
@@ -73,9 +73,8 @@ def test_writes_in_place_are_seen_and_kept(name: str) -> None:
     cache = recorded.node("l_c_")
     (write,) = flow.writes(cache)
     assert flow.origin(mutated_argument(write) or write) is cache
-    assert is_impure(write)
     # The survivors still write: run what is left and look at the cache.
-    graph.eliminate_dead_code(is_impure_node=is_impure)
+    remove_dead(graph)
     recorded.module.recompile()
     expected, found = recorded.fresh(), recorded.fresh()
     c, x = (recorded.index(name) for name in ("l_c_", "l_x_"))
@@ -141,12 +140,85 @@ def test_an_operator_may_write_several_arguments_by_keyword() -> None:
 
 
 def test_fx_alone_deletes_cache_writes() -> None:
-    """Why `is_impure` exists: FX takes an in-place method call without users for dead code."""
+    """Why `remove_dead` exists: FX takes an in-place method call without users for dead code."""
     alone, ours = (record(minimal, *operands()).graph for _ in range(2))
     alone.eliminate_dead_code()
-    ours.eliminate_dead_code(is_impure_node=is_impure)
+    remove_dead(ours)
     assert "index_copy_" not in text(alone)
     assert text(ours).count("index_copy_(2") == 2
+
+
+class TestRemoveDead:
+    """What no output needs goes, writes into tensors of the graph's own included; what is needed stays in order."""
+
+    @staticmethod
+    def left(function: Callable[..., Any], *args: Tensor) -> tuple[str, Recorded]:
+        recorded = record(function, *args)
+        remove_dead(recorded.graph)
+        recorded.graph.lint()
+        recorded.module.recompile()
+        return text(recorded.graph), recorded
+
+    def test_a_new_tensor_that_nobody_reads(self) -> None:
+        def function(x: Tensor) -> Tensor:
+            new = torch.zeros(3)
+            new[:2] = x[:2]
+            new.mul_(2)
+            return x + 1
+
+        left, _ = self.left(function, tensor(3))
+        assert [line.split(" = ")[0] for line in left.splitlines()[1:-1]] == ["add"]
+
+    def test_a_new_tensor_that_is_read_keeps_all_its_writes(self) -> None:
+        def function(x: Tensor) -> Tensor:
+            new = torch.zeros(3)
+            new[:2] = x[:2]
+            view = new[1:]
+            view.mul_(2)
+            return x + new
+
+        left, recorded = self.left(function, tensor(3))
+        assert "setitem" in left
+        assert "mul_" in left
+        assert torch.equal(recorded.module(*recorded.fresh())[0], function(tensor(3)))
+
+    def test_a_write_after_the_last_read(self) -> None:
+        """It goes, or stays, but what was read before it is the same."""
+
+        def function(x: Tensor) -> Tensor:
+            new = x * 2
+            out = new + 1
+            new.zero_()
+            return out
+
+        _, recorded = self.left(function, tensor(3))
+        assert torch.equal(recorded.module(*recorded.fresh())[0], function(tensor(3)))
+
+    def test_a_chain_of_new_tensors(self) -> None:
+        """One is written from another that is written: all go if the last is not read, and all stay if it is."""
+
+        def function(x: Tensor, flag: bool) -> Tensor:
+            one, two = torch.zeros(3), torch.zeros(3)
+            one.copy_(x)
+            two.copy_(one)
+            return x + two if flag else x + 1
+
+        for flag in (True, False):
+            left, recorded = self.left(lambda x, flag=flag: function(x, flag), tensor(3))
+            assert left.count("copy_(") == 2 * flag
+            assert torch.equal(recorded.module(*recorded.fresh())[0], function(tensor(3), flag))
+
+    def test_writes_into_inputs_stay(self) -> None:
+        def function(x: Tensor, c: Tensor) -> Tensor:
+            c[0].add_(x[0])
+            return x + 1
+
+        left, recorded = self.left(function, tensor(3), tensor(3))
+        assert "add_(" in left
+        found, expected = recorded.fresh(), recorded.fresh()
+        recorded.module(*found)
+        function(*(expected[recorded.index(n)] for n in ("l_x_", "l_c_")))
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_mutation_edges_lead_from_write_to_later_readers() -> None:

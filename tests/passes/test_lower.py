@@ -97,7 +97,7 @@ def test_sites_that_look_alike_keep_what_differs() -> None:
 
 def single(*arguments: Any, operator: Any = torch.ops.sfi.gather.default, **keywords: Any) -> fx.GraphModule:
     """A graph of one operator on the inputs of a recorded one."""
-    recorded = record(lambda x, index: (x * 1, index * 1), tensor(1, 5, 1), torch.tensor([3, 1]))
+    recorded = record(lambda x, index: (x * 1, index * 1), tensor(1, 5, 1), torch.tensor([[[3, 1]]]))
     graph = recorded.graph
     x, index = recorded.node("l_x_"), recorded.node("l_index_")
     output = next(n for n in graph.nodes if n.op == "output")
@@ -110,7 +110,7 @@ def single(*arguments: Any, operator: Any = torch.ops.sfi.gather.default, **keyw
 
 
 def lowered(module: fx.GraphModule) -> fx.GraphModule:
-    other = single("1s1", "bhqs")
+    other = single("1s1")
     return Lower().apply(Work(compiled_config(), module, slow=module, fast=other)).variants[0]
 
 
@@ -119,21 +119,21 @@ def compiled_config() -> Any:
 
 
 def test_a_gather_is_one_indexing() -> None:
-    module = lowered(single("1s1", "bhqs"))
+    module = lowered(single("1s1"))
     same_text(
         module.graph,
         """
         (l_x_, l_index_)
-        clamp_min = aten.clamp_min(l_index_, 0)
-        view = aten.view(clamp_min, [1, 1, 1, 2])
         zeros = aten.zeros([1, 1, 1, 1], dtype=torch.int64, device=device(type='cpu'), pin_memory=False)
+        clamp_min = aten.clamp_min(l_index_, 0)
+        unsqueeze = aten.unsqueeze(clamp_min, 2)
         zeros_2 = aten.zeros([1, 1, 1, 1], dtype=torch.int64, device=device(type='cpu'), pin_memory=False)
-        index = aten.index(l_x_, [zeros, view, zeros_2])
+        index = aten.index(l_x_, [zeros, unsqueeze, zeros_2])
         return (index)
         """,
     )
     x = tensor(1, 5, 1, seed=9)
-    assert torch.equal(module(x, torch.tensor([3, -1]))[0].flatten(), x[0, [3, 0], 0])
+    assert torch.equal(module(x, torch.tensor([[[3, -1]]]))[0].flatten(), x[0, [3, 0], 0])
 
 
 def test_twice_is_once() -> None:
@@ -150,7 +150,7 @@ def test_graphs_without_operators_stay() -> None:
 
 
 def test_operators_take_positional_arguments() -> None:
-    module = single("1s1", out="bhqs")
+    module = single(layout="1s1")
     with pytest.raises(VerificationError, match="positional arguments only"):
         lowered(module)
 

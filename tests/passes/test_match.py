@@ -11,10 +11,12 @@ import torch
 import transformers
 from torch import Tensor
 
-from sfi_compile.passes.match_attention import match
+from sfi_compile.config import Config
+from sfi_compile.passes import pipeline
+from sfi_compile.passes.base import Work
 from sfi_compile.site import CacheWrite, Guard
 from tests.decoders import CACHE
-from tests.passes.toys import SDPA, Recorded, minimal, operands, record, tensor, unchanged, written
+from tests.passes.toys import SDPA, Recorded, matched, minimal, operands, record, tensor, written
 
 N = 8
 
@@ -32,21 +34,22 @@ def test_every_field_of_a_site() -> None:
     q, k, _, keys, _, pos = operands(batch=2, query_heads=4, kv_heads=2, dim=4)
     v, values = tensor(2, 2, 1, 3), tensor(2, 2, N, 3)
     recorded = record(grouped, q, k, v, keys, values, pos)
-    node = recorded.node
-    with unchanged(recorded.graph):
-        found = match(recorded.graph)
+    work = pipeline.run(pipeline.ANALYSIS, Work(Config(), recorded.module))
+    found, nodes = work.matched, {n.name: n for n in work.graph.graph.nodes}
     assert not found.rejections
     (site,) = found.sites
     expected = {
-        "form": "sdpa",
-        "node": node("scaled_dot_product_attention"),
-        "query": node("l_q_"),
-        "key": node("l_keys_"),
-        "value": node("l_values_"),
-        "mask": node("mask"),
+        "query": nodes["l_q_"],
+        "key": nodes["l_keys_"],
+        "value": nodes["l_values_"],
+        "mask": nodes["mask"],
         "scale": 0.25,
-        "key_write": CacheWrite(node("index_copy_"), node("l_keys_"), "bhsd", node("l_pos_"), node("l_k_")),
-        "value_write": CacheWrite(node("index_copy__1"), node("l_values_"), "bhsd", node("l_pos_"), node("l_v_")),
+        "softcap": 0.0,
+        "sinks": None,
+        "writes": (
+            CacheWrite(nodes["index_copy_"], nodes["l_keys_"], 2, 0, nodes["l_pos_"], 1, nodes["l_k_"]),
+            CacheWrite(nodes["index_copy__1"], nodes["l_values_"], 2, 0, nodes["l_pos_"], 1, nodes["l_v_"]),
+        ),
         "batch": 2,
         "query_heads": 4,
         "kv_heads": 2,
@@ -56,14 +59,18 @@ def test_every_field_of_a_site() -> None:
         "context": N,
         "dtype": torch.float32,
         "device": torch.device("cpu"),
-        "repeats_heads": True,
         "constants": (),
-        "context_sources": (node("l_keys_"), node("l_values_"), node("arange")),
+        "context_sources": (nodes["l_keys_"], nodes["l_values_"], nodes["arange"]),
+        "kept": (),
     }
     assert {name: getattr(site, name) for name in expected} == expected
-    assert {f.name for f in dataclasses.fields(site)} == {*expected, "module"}
-    assert (site.group, site.position, site.key_write.axis) == (2, node("l_pos_"), 2)
-    assert found.guard == Guard((node("l_pos_"),), None, site.key_write, telling=False)
+    assert {f.name for f in dataclasses.fields(site)} == {*expected, "module", "form"}
+    form = site.form
+    assert (form.name, form.original, form.repeats_heads) == ("sdpa", nodes["scaled_dot_product_attention"], True)
+    assert form.node is form.result
+    assert form.node.target is torch.ops.sfi.attention.default
+    assert site.group == 2
+    assert found.guard == Guard((nodes["l_pos_"],), None, site.writes[0], telling=False)
 
 
 def test_defaults_and_a_transposed_cache_of_one_row() -> None:
@@ -75,8 +82,9 @@ def test_defaults_and_a_transposed_cache_of_one_row() -> None:
 
     q, k, v, keys, values, pos = operands(query_heads=2, kv_heads=2, dim=4)
     turned = (t.transpose(1, 2).contiguous() for t in (k, v, keys, values))
-    (site,) = match(record(function, q, *turned, pos).graph).sites
-    assert (site.scale, site.repeats_heads, site.key_write.layout, site.key_write.axis) == (0.5, False, "1shd", 1)
+    (site,) = matched(record(function, q, *turned, pos).module).sites
+    assert (site.scale, site.form.repeats_heads) == (0.5, False)
+    assert [(w.axis, w.batch_axis) for w in site.writes] == [(1, 0)] * 2
 
 
 def test_a_position_may_move_on_where_nobody_reads_it_again() -> None:
@@ -97,7 +105,7 @@ def test_a_position_may_move_on_where_nobody_reads_it_again() -> None:
         return out
 
     for function in (counter, after):
-        found = match(record(function, *operands()).graph)
+        found = matched(record(function, *operands()).module)
         assert (len(found.sites), found.rejections) == (1, ())
 
 
@@ -106,7 +114,7 @@ class TestFingerprint:
 
     @staticmethod
     def telling(function: Callable[..., Any], *more: Tensor) -> tuple[bool, str]:
-        guard = match(record(function, *operands(), *more).graph).guard
+        guard = matched(record(function, *operands(), *more).module).guard
         assert guard is not None
         return guard.telling, guard.write.root.name
 
@@ -139,7 +147,7 @@ def test_keywords_in_a_mask_are_no_reason_to_fail(mask_of: Callable[[Tensor, int
     def function(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
         return SDPA(q, keys, values, attn_mask=mask_of(written(k, v, keys, values, pos), N))
 
-    found = match(record(function, *operands(size=N)).graph)
+    found = matched(record(function, *operands(size=N)).module)
     assert len(found.sites) + len(found.rejections) == 1
 
 
@@ -148,7 +156,7 @@ def test_atens_own_attention() -> None:
         mask = written(k, v, keys, values, pos)
         return torch.ops.aten.scaled_dot_product_attention(q, keys, values, mask, 0.0, False, scale=0.3)
 
-    (site,) = match(record(function, *operands()).graph).sites
+    (site,) = matched(record(function, *operands()).module).sites
     assert site.scale == 0.3
 
 
@@ -157,7 +165,7 @@ class TestTokens:
 
     @staticmethod
     def tokens(function: Callable[..., Any], *inputs: Any) -> str | None:
-        guard = match(record(function, *inputs).graph).guard
+        guard = matched(record(function, *inputs).module).guard
         assert guard is not None
         return None if guard.tokens is None else guard.tokens.name
 
@@ -216,7 +224,8 @@ class TestTokens:
 
         ids, positions = torch.tensor([[4], [5]]), torch.tensor([[3], [3]])
         recorded: Recorded = record(step, ids, positions)
-        found = match(recorded.graph)
+        found = matched(recorded.module)
         assert found.guard is not None
-        assert found.guard.tokens is recorded.node("l_ids_")
+        assert found.guard.tokens is not None
+        assert found.guard.tokens.name == "l_ids_"
         assert len(found.sites) == 1

@@ -17,7 +17,7 @@ from sfi_compile.passes import pipeline
 from sfi_compile.passes.base import Pass, VerificationError, Work, graphs_of
 from tests.passes.toys import compiled, minimal, operands, record, tensor, unchanged
 
-NAMES = ["specialise", "match", "insert_guards", "commute_gather", "unswitch", "verify", "lower"]
+NAMES = ["specialise", "canonicalise", "match", "insert_guards", "commute_gather", "unswitch", "verify", "lower"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,18 +66,19 @@ class TestCacheKey:
 def test_one_dump_a_stage(tmp_path: Path) -> None:
     compiled(record(minimal, *operands()).module, dump=str(tmp_path / "graphs"))
     stages = [f"{i:02d}_{name}" for i, name in enumerate(NAMES)]
-    expected = [f"{s}.graph.py" for s in stages[:4]]
-    expected += [f"{s}.{v}.py" for s in stages[4:] for v in ("fast", "slow")]
+    expected = [f"{s}.graph.py" for s in stages[:5]]
+    expected += [f"{s}.{v}.py" for s in stages[5:] for v in ("fast", "slow")]
     files = {p.name: p.read_text() for p in sorted((tmp_path / "graphs").iterdir())}
     assert list(files) == expected
-    assert "scaled_dot_product_attention" in files["01_match.graph.py"]
-    guarded = files["02_insert_guards.graph.py"]
+    assert "scaled_dot_product_attention" in files["01_canonicalise.graph.py"]
+    assert "sfi.attention" in files["02_match.graph.py"], "the canonical node, beside the graph's own"
+    guarded = files["03_insert_guards.graph.py"]
     assert "torch.ops.higher_order.cond" in guarded
     assert all(f"sfi.{name}" in guarded for name in ("dense_attention", "select", "pack", "append", "memory_attention"))
-    assert guarded.count("sfi.gather") == 3
-    assert "sfi.gather" not in files["03_commute_gather.graph.py"]
-    assert not any("higher_order.cond" in text for name, text in files.items() if name > "04")
-    assert "sfi.memory_attention" not in files["06_lower.fast.py"]
+    assert guarded.count("sfi.gather") == 1
+    assert "sfi.gather" not in files["04_commute_gather.graph.py"]
+    assert not any("higher_order.cond" in text for name, text in files.items() if name > "05")
+    assert "sfi.memory_attention" not in files["07_lower.fast.py"]
 
 
 def test_no_dump_without_the_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

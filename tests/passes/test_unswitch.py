@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -40,7 +41,8 @@ def test_the_two_graphs() -> None:
         (l_keys_, l_pos_, l_k_, l_values_, l_v_, l_q_, {STATE})
         index_copy_ = l_keys_.index_copy_(2, l_pos_, l_k_)
         index_copy__2 = l_values_.index_copy_(2, l_pos_, l_v_)
-        append = sfi.append(l_k_, l_v_, l_pos_, sfi_refreshed_at, 3, 2, sfi_held_0, sfi_mem_k_0, sfi_mem_v_0)
+        remainder = remainder(l_pos_, 8)
+        append = sfi.append(l_k_, l_v_, remainder, sfi_refreshed_at, 3, 2, sfi_held_0, sfi_mem_k_0, sfi_mem_v_0)
         clamp = clamp(sfi_held_0, 0)
         reshape = reshape(clamp, (1, 1, 1, 7))
         reshape_2 = reshape(l_pos_, (1, 1, 1, 1))
@@ -58,12 +60,12 @@ def test_the_two_graphs() -> None:
         arange = arange(8)
         le = le(arange, l_pos_)
         getitem = getitem(le, (None, None, None))
-        clone = l_pos_.clone()
-        frame = sfi.frame(getitem, sfi_slow_rows, clone, SPEC, 3, 7)
+        remainder = remainder(l_pos_, 8)
+        frame = sfi.frame(getitem, sfi_slow_rows, remainder, SPEC, 3, 7)
         getitem_2 = getitem(frame, 0)
         getitem_3 = getitem(frame, 1)
         getitem_4 = getitem(frame, 2)
-        dense_attention = sfi.dense_attention(l_q_, l_keys_, l_values_, getitem, sfi_slow_rows, getitem_2, 0.7071, 0, \
+        dense_attention = sfi.dense_attention(l_q_, l_keys_, l_values_, getitem, sfi_slow_rows, getitem_2, 0.7071, \
 sfi_status, sfi_context)
         getitem_5 = getitem(dense_attention, 0)
         getitem_6 = getitem(dense_attention, 1)
@@ -170,7 +172,7 @@ def edited(work: Work, predicate: str) -> Work:
             other = module.graph.call_function(torch.any, (value,))
     for cond in conds[1:] if predicate == "another" else conds:
         cond.args = (other, *cond.args[1:])
-    return Work(work.config, module, work.match, work.cost, work.min_context, work.state)
+    return dataclasses.replace(work, graph=module)
 
 
 class TestRefusals:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, fx
 
 from sfi_compile.compat.dynamo import copy_graph_module
-from sfi_compile.passes import axes
-from sfi_compile.passes.base import Builder, VerificationError, Work
+from sfi_compile.passes.base import Builder, ContextSizedError, VerificationError, Work
 from sfi_compile.passes.commute_gather import CommuteGather
+from sfi_compile.passes.shapes import shape_of
 from sfi_compile.passes.unswitch import Unswitch
 from sfi_compile.passes.verify import Verify, context_sized
-from tests.passes.toys import SDPA, compiled, minimal, operands, record, tensor, text, unchanged, written
+from tests.passes.toys import SDPA, check_step, compiled, minimal, operands, record, tensor, text, unchanged, written
 
 N = 8
 
@@ -69,7 +69,7 @@ def expanded_gather(graph: fx.Graph, builder: Builder) -> None:
     with graph.inserting_before(append):
         repeated = builder.method("expand", builder.method("unsqueeze", root, 2), -1, -1, 2, -1, -1)
         full = builder.method("reshape", repeated, 1, 4, N, 2)
-        token = builder.call(torch.ops.sfi.gather.default, full, position, "1hsd", "bhsd")
+        token = builder.call(torch.ops.aten.index_select.default, full, 2, position)
         append.args = (builder.call(torch.narrow, token, 1, 0, 2), *append.args[1:])
 
 
@@ -86,7 +86,8 @@ def contiguous_cache(graph: fx.Graph, builder: Builder) -> None:
     append, root, position = find(graph, "append"), find(graph, "l_keys_"), find(graph, "l_pos_")
     with graph.inserting_before(append):
         full = builder.method("contiguous", builder.method("transpose", root, 1, 2))
-        append.args = (builder.call(torch.ops.sfi.gather.default, full, position, "1shd", "bhsd"), *append.args[1:])
+        token = builder.call(torch.ops.aten.index_select.default, full, 1, position)
+        append.args = (builder.method("transpose", token, 1, 2), *append.args[1:])
 
 
 def full_mask(graph: fx.Graph, builder: Builder) -> None:
@@ -96,7 +97,7 @@ def full_mask(graph: fx.Graph, builder: Builder) -> None:
         arange = builder.call(torch.arange, N)
         arange.name = "arange"
         mask = builder.call(torch.le, arange, find(graph, "l_pos_"))
-        gathered = builder.call(torch.ops.sfi.gather.default, mask, held, "s", "bhqs")
+        gathered = builder.call(torch.ops.sfi.gather.default, mask, held, "s")
     attention.args = (*attention.args[:4], gathered, *attention.args[5:])
 
 
@@ -108,7 +109,7 @@ def dense_after_all(graph: fx.Graph, builder: Builder) -> None:
         keys, values = find(graph, "l_keys_"), find(graph, "l_values_")
         mask = builder.call(torch.ones, 1, 1, 1, N)
         extent = builder.call(torch.ones, 1, 3, dtype=torch.int64)
-        arguments = (attention.args[0], keys, values, mask, rows, extent, 1.0, 0, status, context)
+        arguments = (attention.args[0], keys, values, mask, rows, extent, 1.0, status, context)
         both = builder.call(torch.ops.sfi.dense_attention.default, *arguments)
         attention.replace_all_uses_with(builder.call(lambda pair: pair[0], both))
 
@@ -175,7 +176,7 @@ class TestNotTheContext:
 
         work = good(function, tensor(N, N), torch.tensor([[3]]), dim=N, query_heads=1, kv_heads=1)
         assert Verify().apply(work) is work
-        shapes = [axes.shape_of(n) for n in work.variants[1].graph.nodes if n.op == "call_function"]
+        shapes = [shape_of(n) for n in work.variants[1].graph.nodes if n.op == "call_function"]
         assert sum(N in shape for shape in shapes if shape) > 5
 
     def test_the_model_may_use_cache_and_mask_for_itself(self) -> None:
@@ -192,7 +193,7 @@ class TestNotTheContext:
     def test_dense_attention_beside_it_works_on_its_own_context(self) -> None:
         def function(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
             out = minimal(q, k, v, keys, values, pos)
-            return SDPA(out, keys.sin(), values)
+            return SDPA(out, keys.roll(1, 2), values)
 
         work = good(function, query_heads=1, kv_heads=1)
         assert Verify().apply(work) is work
@@ -210,7 +211,7 @@ class TestNotTheContext:
             mask: Any = output.args[0]
             with graph.inserting_before(attention):
                 inverse = builder.call(torch.logical_not, mask[1])
-                gathered = builder.call(torch.ops.sfi.gather.default, inverse, held, "111s", "bhqs")
+                gathered = builder.call(torch.ops.sfi.gather.default, inverse, held, "111s")
             attention.args = (*attention.args[:4], gathered, *attention.args[5:])
 
         work = good(function, query_heads=1, kv_heads=1)
@@ -226,3 +227,54 @@ def test_context_sized_names_the_nodes() -> None:
     assert [n.name for n in context_sized(late, N, sources)] == ["arange", "le", "mask"]
     assert context_sized(late, N + 1, sources) == []
     assert context_sized(late, N, set()) == [], "an equal size that comes from elsewhere is not the context"
+
+
+def _reducing(use: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
+    def function(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+        q, mask = use(q, written(k, v, keys, values, pos))
+        return SDPA(q, keys, values, attn_mask=mask)
+
+    return function
+
+
+def test_what_queries_need_of_the_mask_is_the_models_own_work() -> None:
+    compiled(record(_reducing(lambda q, mask: (q * mask.sum(), mask)), *operands()).module, "verify")
+
+
+def test_a_mask_that_is_reduced_has_an_error_of_its_own() -> None:
+    """Which the backend takes for a rejection."""
+    module = record(_reducing(lambda q, mask: (q, mask & mask.any(-1, keepdim=True))), *operands()).module
+    with pytest.raises(ContextSizedError, match="whole context"):
+        compiled(module, "verify")
+
+
+def test_dense_attention_before_it_works_on_its_own_context() -> None:
+    """Its output is the query of a site, without a residual; both masks come from one arange."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+        mask = written(k, v, keys, values, pos)
+        out = SDPA(q, keys.roll(1, 2), values, attn_mask=mask)
+        return SDPA(out, keys, values, attn_mask=mask)
+
+    compiled(record(function, *operands()).module, "verify")
+
+
+def test_a_running_count_over_an_input_may_stay() -> None:
+    """Positions beside padding: as long as the context, but without heads and features."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor, padding: Tensor) -> Tensor:
+        mask = written(k, v, keys, values, pos)
+        place = (padding.long().cumsum(-1) - 1) * padding
+        bias = torch.where(mask, place[:, None, None] * 0.5, float("-inf"))
+        return SDPA(q, keys, values, attn_mask=bias)
+
+    padding = torch.ones(1, N, dtype=torch.int64)
+    padding[:, :2] = 0
+    work = check_step(function, *operands(), padding, tolerance=1e-5)
+    named = {n.target for n in work.variants[1].graph.nodes}
+    assert "cumsum" in named
+    assert not {torch.where, torch.mul} & {n.target for n in work.variants[1].graph.nodes if _long(n)}
+
+
+def _long(node: fx.Node) -> bool:
+    return N in (shape_of(node) or ())

@@ -21,6 +21,7 @@ from sfi_compile.backend import analyse
 from sfi_compile.config import Config
 from sfi_compile.passes import pipeline
 from sfi_compile.passes.base import Work
+from sfi_compile.site import MatchResult
 
 OPTIONS: dict[str, Any] = {"sink": 1, "recent": 2, "k_head": 2, "refresh_interval": 2, "min_context": 0}
 """A memory of seven slots, kept at any context."""
@@ -55,7 +56,7 @@ def record(function: Callable[..., Any], *args: Any, dynamic: bool = False) -> R
     found: list[Recorded] = []
 
     def backend(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        found.append(Recorded(module, tuple(t.detach().clone() if isinstance(t, Tensor) else t for t in inputs)))
+        found.append(Recorded(module, tuple(map(_value, inputs))))
         return module.forward
 
     torch._dynamo.reset()
@@ -64,6 +65,13 @@ def record(function: Callable[..., Any], *args: Any, dynamic: bool = False) -> R
             *tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, args)
         )
     return found[0]
+
+
+def _value(given: Any) -> Any:
+    """What an input holds in this call."""
+    if isinstance(given, (torch.SymInt, torch.SymFloat)):
+        return given.node.hint
+    return given.detach().clone() if isinstance(given, Tensor) else given
 
 
 def tensor(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -96,11 +104,70 @@ def operands(
 
 def compiled(module: fx.GraphModule, until: str = "lower", **options: Any) -> Work:
     """Run the pipeline on a recorded graph up to and with the pass `until`."""
-    work = analyse(module, Config.from_options({**OPTIONS, **options}))
+    config = Config.from_options({**OPTIONS, **options})
+    work = analyse(module, pipeline.run(pipeline.SURVEY, Work(config, module)))
     assert work.pays, [str(r) for r in work.matched.rejections]
     names = [p.name for p in pipeline.REWRITE]
     passes = pipeline.REWRITE[: names.index(until) + 1]
     return pipeline.run(passes, work, first_stage=len(pipeline.ANALYSIS))
+
+
+def matched(module: fx.GraphModule) -> MatchResult:
+    """Sites and rejections of a recorded graph, which stays as it is."""
+    with unchanged(module.graph):
+        return pipeline.run(pipeline.ANALYSIS, Work(Config.from_options(OPTIONS), module)).matched
+
+
+def codes(function: Callable[..., Any], *args: Any, dynamic: bool = False) -> tuple[int, list[str]]:
+    """Number of sites of a step, and why anything else stays dense."""
+    found = matched(record(function, *args, dynamic=dynamic).module)
+    return len(found.sites), [r.code for r in found.rejections]
+
+
+def check_step(function: Callable[..., Any], *args: Any, tolerance: float = 1e-12, sites: int = 1, **more: Any) -> Work:
+    """A slow step, and a fast one with a memory of everything, compute what the function computes, caches included.
+
+    Args:
+        function: a step that takes `pos` (a tensor) or `at` (a number), the positions that it writes.
+        args: its arguments.
+        tolerance: largest absolute difference.
+        sites: how many it has.
+        more: `dynamic` of `record`.
+    """
+    recorded = record(function, *args, **more)
+    work = compiled(recorded.module, "verify", k_head=8)
+    assert len(work.matched.sites) == sites
+    assert not work.matched.rejections, [str(r) for r in work.matched.rejections]
+    given, expected, kept = list(recorded.fresh()), list(recorded.fresh()), state(work, slow=True)
+    names = [n.name for n in recorded.graph.nodes if n.op == "placeholder"]
+    for kind, module in zip(("slow", "fast"), work.variants, strict=True):
+        if kind == "fast" and not {"l_pos_", "l_at_"} & set(names):
+            break  # a constant of the graph
+        if kind == "fast":
+            assert not kept[2].any(), f"no memory: status {kept[2].tolist()}"
+            kept[0].fill_(False)
+            for inputs in (expected, given):
+                last = _next_step(names, inputs)
+            kept[1].fill_(last)
+        found, wanted = module(*given, *kept), recorded.module(*expected)
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=tolerance, msg=lambda m, k=kind: f"{k}: {m}")
+        torch.testing.assert_close(given, expected, rtol=0, atol=0)
+    return work
+
+
+def _next_step(names: list[str], inputs: list[Any]) -> int:
+    """Other queries, keys and values at the positions that follow; the last position before."""
+    for seed, name in enumerate(n for n in ("l_q_", "l_k_", "l_v_") if n in names):
+        old = inputs[names.index(name)]
+        old.copy_(tensor(*old.shape, seed=50 + seed).to(old.dtype))
+    if "l_at_" in names:
+        inputs[names.index("l_at_")] += 1
+        return int(inputs[names.index("l_at_")]) - 1
+    at = inputs[names.index("l_pos_")]
+    last = int(at.max())
+    at.add_(max(at.numel(), 1))
+    return last
 
 
 def state(work: Work, slow: bool) -> list[Tensor]:

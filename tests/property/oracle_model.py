@@ -17,6 +17,7 @@ from tests.property.tiny_decoder import BOUNDARIES, SIZE, TinyDecoder
 Supports = list[list[list[int]]]
 """Positions by layer and KV head."""
 
+BOUNDARIES_SET = frozenset(BOUNDARIES)
 NEAR_TIE = 1e-4
 """Scores closer than this (relative above 1) may swap: the product's are float32, these are float64."""
 
@@ -59,19 +60,19 @@ class Memory:
         return [[[*held, *tail] for held in layer] for layer in self.supports]
 
 
-def must_be_slow(memory: Memory | None, row: Row, position: int, token: int, config: Config) -> str | None:
-    """Why a row may not be fast, by the rules."""
+def must_be_slow(memory: Memory | None, row: Row, position: int, tokens: list[int], config: Config) -> str | None:
+    """Why a row that is fed tokens at `position` and after may not be fast, by the rules."""
     if memory is None:
         return "no memory"
     if position != memory.next_position:
         return "another position"
     if not row.same(memory.row, position):
         return "another sequence"
-    since = position - memory.refreshed_at
+    since = position + len(tokens) - 1 - memory.refreshed_at
     if since >= config.refresh_interval:
         return "interval"
     cooling = memory.at_boundary and since <= config.sentence_cooldown
-    if token in BOUNDARIES and since >= config.min_refresh_gap and not cooling:
+    if not BOUNDARIES_SET.isdisjoint(tokens) and since >= config.min_refresh_gap and not cooling:
         return "boundary"
     return None
 
@@ -104,22 +105,24 @@ class Oracle:
             row.keys[i, :, position], row.values[i, :, position] = k, value
             queries.append(q[:, None])
             held = None if supports is None else supports[i]
-            mask = self.allowed(row, position)
-            out = reference.attention(q[:, None], row.keys[i], row.values[i], mask, v.dim**-0.5, held)
+            site = (v.dim**-0.5, held, v.softcap or None, w.get(f"layers.{i}.sinks"))
+            out = reference.attention(q[:, None], row.keys[i], row.values[i], self.mask(row, position), *site)
             x = x + w[f"layers.{i}.o.weight"] @ out.flatten()
             x = x + w[f"layers.{i}.down.weight"] @ torch.tanh(w[f"layers.{i}.up.weight"] @ self._rms(x))
         return w["head.weight"] @ self._rms(x), queries
 
     def refresh(self, row: Row, position: int, queries: list[Tensor], found: Supports) -> Supports:
-        """The supports after a slow step. `found`, the product's, wins where it differs by near ties alone.
+        """The supports after a slow step whose last token is at `position`; `queries` [Hq, Q, D] of every layer.
 
-        Raises AssertionError where it differs by more.
+        `found`, the product's, wins where it differs by near ties alone; AssertionError where it differs by more.
         """
         spec, allowed = self.config.selector(), self.allowed(row, position)
+        count = queries[0].shape[1]
+        mask = torch.cat([self.mask(row, t) for t in range(position - count + 1, position + 1)], 1)
         cand = reference.candidates(allowed, position, spec.sink, spec.recent)
         supports = []
         for i, q in enumerate(queries):
-            logits = reference.logits(q, row.keys[i], allowed, self.variant.dim**-0.5)
+            logits = reference.logits(q, row.keys[i], mask, self.variant.dim**-0.5, self.variant.softcap or None)
             selected = reference.select(logits, row.keys[i], allowed, position, spec)
             expected = reference.support(allowed, position, selected, spec)
             if found[i] != expected:
@@ -136,6 +139,15 @@ class Oracle:
     def allowed(self, row: Row, position: int) -> Tensor:
         slots = torch.arange(SIZE)
         return (slots >= row.start) & (slots <= position)
+
+    def mask(self, row: Row, position: int) -> Tensor:
+        """What is added to the logits of one token: [Hq, 1, SIZE]."""
+        heads = self.variant.kv_heads * self.variant.group
+        bias = torch.zeros(heads, 1, SIZE, dtype=torch.float64)
+        if self.variant.alibi:
+            for h in range(heads):
+                bias[h] = 0.5 ** (h + 1) * (torch.arange(SIZE) - position)
+        return bias.masked_fill(~self.allowed(row, position), -torch.inf)
 
     def _project(self, name: str, x: Tensor) -> Tensor:
         return (self.weights[f"{name}.weight"] @ x).reshape(-1, self.variant.dim)

@@ -35,6 +35,13 @@ class Variant:
     group: int = 2
     dim: int = 8
     rotary: bool = True
+    form: str = "sdpa"
+    """How attention is written: "sdpa", "eager", "einsum", "bmm", "grouped" (a group's heads on their own axis)."""
+    write: str = "index_copy"
+    """How the cache is written: "index_copy", "setitem", "scatter" (one token; several as index_copy)."""
+    softcap: float = 0.0
+    sinks: bool = False
+    alibi: bool = False
     k_head: int = 4
     sink: int = 1
     recent: int = 3
@@ -62,6 +69,11 @@ FULL = Variant(k_head=SIZE, sink=2, recent=4, refresh_interval=6, min_context=7)
 ONE_LAYER = Variant(
     layers=1, kv_heads=1, group=3, dim=6, refresh_interval=9, min_refresh_gap=0, sentence_cooldown=1, min_context=3
 )
+CAPPED = Variant(form="eager", write="setitem", softcap=1.5, group=3)
+SINKS = Variant(form="grouped", write="scatter", sinks=True, kv_heads=2, recent=4)
+ALIBI = Variant(form="bmm", alibi=True, rotary=False, group=1, kv_heads=4)
+ALIBI_MASK = Variant(form="sdpa", write="setitem", alibi=True, rotary=False, group=2, kv_heads=1)
+EINSUM = Variant(form="einsum", write="scatter", sinks=True, softcap=2.0, alibi=True, kv_heads=3, k_head=3)
 DEEP = Variant(layers=3, group=1, refresh_interval=7, sentence_cooldown=4)
 ALWAYS_SLOW = Variant(refresh_interval=1, group=5)
 VARIANTS = {
@@ -70,6 +82,11 @@ VARIANTS = {
     "full": FULL,
     "one layer": ONE_LAYER,
     "deep": DEEP,
+    "softcap": CAPPED,
+    "sinks": SINKS,
+    "alibi": ALIBI,
+    "alibi in the mask": ALIBI_MASK,
+    "all of them": EINSUM,
     "always slow": ALWAYS_SLOW,
 }
 
@@ -84,6 +101,69 @@ class Layer(nn.Module):
         self.o = nn.Linear(heads * variant.dim, width, bias=False)
         self.up = nn.Linear(width, 2 * width, bias=False)
         self.down = nn.Linear(2 * width, width, bias=False)
+        self.sinks = nn.Parameter(torch.zeros(heads, 2)) if variant.sinks else None
+
+
+def write(how: str, cache: Tensor, position: Tensor, new: Tensor) -> None:
+    """Write [B, H, T, D] at `position` [T] of [B, H, SIZE, D]."""
+    if how == "setitem":
+        cache[:, :, position] = new
+    elif how == "scatter" and new.shape[2] == 1:
+        cache.scatter_(2, position.view(1, 1, 1, 1).expand(new.shape), new)
+    else:
+        cache.index_copy_(2, position, new)
+
+
+def slopes(heads: int) -> Tensor:
+    """ALiBi's, large enough to matter in short texts."""
+    return 2.0 ** -(torch.arange(heads) + 1.0)
+
+
+def attend(v: Variant, q: Tensor, key: Tensor, value: Tensor, mask: Tensor, distance: Tensor, layer: Layer) -> Tensor:
+    """Attention [B, Hq, T, D] in the variant's way.
+
+    Args:
+        v: form, softcap, sinks, alibi.
+        q: [B, Hq, T, D].
+        key: [B, Hkv, SIZE, D].
+        value: like key.
+        mask: bool [B, 1, T, SIZE].
+        distance: [T, SIZE], slot - position.
+        layer: where the sinks are.
+    """
+    batch, heads, count, dim = q.shape
+    bias = slopes(heads).to(q.dtype)[None, :, None, None] * distance if v.alibi else None
+    if v.form == "sdpa":
+        full = mask if bias is None else torch.where(mask, bias, float("-inf"))
+        return nn.functional.scaled_dot_product_attention(q, key, value, attn_mask=full, enable_gqa=True)
+    if v.form == "grouped":
+        grouped = q.view(batch, v.kv_heads, v.group, count, dim)
+        scores = (grouped @ key[:, :, None].transpose(-1, -2)).view(batch, heads, count, SIZE)
+    else:
+        k = key.repeat_interleave(v.group, dim=1)
+        if v.form == "bmm":
+            flat = torch.bmm(q.reshape(-1, count, dim), k.reshape(-1, SIZE, dim).transpose(1, 2))
+            scores = flat.view(batch, heads, count, SIZE)
+        else:
+            scores = torch.einsum("bhid,bhjd->bhij", q, k) if v.form == "einsum" else q @ k.mT
+    scores = scores * dim**-0.5
+    if v.softcap:
+        scores = v.softcap * torch.tanh(scores / v.softcap)
+    if bias is not None:
+        scores = scores + bias
+    scores = scores.masked_fill(~mask, -1e9)
+    if layer.sinks is not None:
+        columns = layer.sinks[None, :, None].expand(batch, -1, count, -1)
+        weights = torch.cat([scores, columns], dim=-1).softmax(-1)[..., :SIZE]
+    else:
+        weights = scores.softmax(-1)
+    if v.form == "grouped":
+        out = weights.view(batch, v.kv_heads, v.group, count, SIZE) @ value[:, :, None]
+        return out.view(batch, heads, count, dim)
+    repeated = value.repeat_interleave(v.group, dim=1)
+    if v.form == "bmm":
+        return torch.bmm(weights.view(-1, count, SIZE), repeated.reshape(-1, SIZE, dim)).view(batch, heads, count, dim)
+    return torch.einsum("bhij,bhjd->bhid", weights, repeated) if v.form == "einsum" else weights @ repeated
 
 
 def rms(x: Tensor) -> Tensor:
@@ -143,15 +223,16 @@ class TinyDecoder(nn.Module):
             x = x + self.places(places)
         slot = torch.arange(SIZE)
         mask = (slot <= position[:, None]) & (slot >= start[:, None, None, None])
+        distance = slot - position[:, None]
         for layer, key, value in zip(self.blocks(), keys, values, strict=True):
             h = rms(x)
             q = layer.q(h).view(batch, count, -1, v.dim).transpose(1, 2)
             k = layer.k(h).view(batch, count, -1, v.dim).transpose(1, 2)
             if v.rotary:
                 q, k = rotate(q, places), rotate(k, places)
-            key.index_copy_(2, position, k)
-            value.index_copy_(2, position, layer.v(h).view(batch, count, -1, v.dim).transpose(1, 2))
-            out = nn.functional.scaled_dot_product_attention(q, key, value, attn_mask=mask, enable_gqa=True)
+            write(v.write, key, position, k)
+            write(v.write, value, position, layer.v(h).view(batch, count, -1, v.dim).transpose(1, 2))
+            out = attend(v, q, key, value, mask, distance, layer)
             x = x + layer.o(out.transpose(1, 2).reshape(batch, count, -1))
             x = x + layer.down(torch.tanh(layer.up(rms(x))))
         logits: Tensor = self.head(rms(x))

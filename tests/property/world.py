@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import sfi_compile
+from sfi_compile.passes.base import MOST_QUERIES
 from sfi_compile.runtime import DecodeRunner
 from tests.property.oracle_model import Memory, Oracle, Row, Supports, must_be_slow
 from tests.property.tiny_decoder import SIZE, Recorder, Variant, compiled
@@ -67,9 +68,11 @@ class World:
         return Session(keys, values, start, [self.oracle.new_row(s) for s in starts], inference)
 
     def feed(self, session: Session, tokens: list[list[int]], through_compiled: bool = False) -> None:
-        """Append tokens outside the decode graph: the eager decoder, or the compiled one with several at once."""
+        """Append tokens outside the decode graph of one token: the eager decoder, or the compiled one."""
         count = len(tokens[0])
-        assert not through_compiled or count > 1
+        if through_compiled and count <= MOST_QUERIES:
+            self.decode_several(session, tokens)
+            return
         position = torch.arange(session.length, session.length + count)
         with self.mode(session):
             call = self.call if through_compiled else self.model
@@ -124,67 +127,80 @@ class World:
     # A decode step
 
     def decode(self, session: Session, tokens: list[int]) -> Tensor:
-        """One compiled step, compared with the oracle in everything: who is slow, the outputs, the memories."""
-        position = session.length
+        """One compiled step of one token a row; its logits [B, VOCAB]."""
+        return self.decode_several(session, [[t] for t in tokens])[:, 0]
+
+    def decode_several(self, session: Session, tokens: list[list[int]]) -> Tensor:
+        """One compiled step, compared with the oracle in everything: who is slow, the outputs, the memories.
+
+        Returns:
+            Logits [B, Q, VOCAB].
+        """
+        count = len(tokens[0])
+        first, last = session.length, session.length + count - 1
         before = sfi_compile.stats()
         Recorder.forget()
         with self.mode(session):
-            logits = self.call(
-                torch.tensor(tokens)[:, None], session.keys, session.values, torch.tensor([position]), session.start
-            )
+            at = torch.arange(first, last + 1)
+            logits = self.call(torch.tensor(tokens), session.keys, session.values, at, session.start)
         runner = Recorder.last
         assert runner is not None, "the step did not run in a decode graph"
         memories = self.memories.setdefault(id(runner), [None] * session.batch)
         uninterrupted = session.untouched_since is not None and self.served.get(id(runner)) is session.untouched_since
         slow = 0
-        for b, (row, token) in enumerate(zip(session.rows, tokens, strict=True)):
-            why = must_be_slow(memories[b], row, position, token, self.config)
-            is_slow = not runner.rows[b].valid or runner.rows[b].refreshed_at == position
+        for b, (row, text) in enumerate(zip(session.rows, tokens, strict=True)):
+            why = must_be_slow(memories[b], row, first, text, self.config)
+            is_slow = not runner.rows[b].valid or runner.rows[b].refreshed_at == last
             slow += is_slow
-            assert is_slow or why is None, f"row {b} is fast at {position} in spite of: {why}"
-            assert not (is_slow and why is None and uninterrupted), f"row {b} is slow at {position} for no reason"
+            assert is_slow or why is None, f"row {b} is fast at {last} in spite of: {why}"
+            assert not (is_slow and why is None and uninterrupted), f"row {b} is slow at {last} for no reason"
             # A step that may be slow for another reason counts as the product says.
-            counted = uninterrupted or runner.rows[b].quiet_until > position
+            counted = uninterrupted or runner.rows[b].quiet_until > last
             at_boundary = why == "boundary" and counted
-            memories[b] = self._row_step(runner, session, b, token, logits[b, 0], is_slow, at_boundary, memories[b])
+            memories[b] = self._row_step(runner, session, b, text, logits[b], is_slow, at_boundary, memories[b])
         after = sfi_compile.stats()
         assert after.slow_steps - before.slow_steps == (slow > 0)
         assert after.fast_steps - before.fast_steps == (slow == 0)
         assert sum(after.triggers.values()) - sum(before.triggers.values()) == slow
         self.slow_rows += slow
         self.fast_rows += session.batch - slow
-        session.length += 1
+        session.length += count
         session.untouched_since = self.served[id(runner)] = object()
-        return logits[:, 0]
+        return logits
 
     def _row_step(
         self,
         runner: DecodeRunner,
         session: Session,
         b: int,
-        token: int,
+        tokens: list[int],
         out: Tensor,
         slow: bool,
         at_boundary: bool,
         memory: Memory | None,
     ) -> Memory | None:
-        row, position = session.rows[b], session.length
+        row, first = session.rows[b], session.length
+        last = first + len(tokens) - 1
         found = self._held(runner, b)
         if not slow:
             assert memory is not None
-            supports = memory.grown(position)
-            assert found == supports
-            expected, _ = self.oracle.step(row, token, position, supports)
-            self._compare(out, expected, f"row {b} at {position}, fast since {memory.refreshed_at}")
-            return dataclasses.replace(memory, next_position=position + 1, row=row.copy())
-        expected, queries = self.oracle.step(row, token, position, None)
-        self._compare(out, expected, f"row {b} at {position}, slow")
-        long_enough = position + 1 - row.start >= max(self.config.min_context or 0, 1)
+            assert found == memory.grown(last)
+        queries = []
+        for i, token in enumerate(tokens):
+            at = first + i
+            supports = None if slow or memory is None else memory.grown(at)
+            expected, step_queries = self.oracle.step(row, token, at, supports)
+            queries.append(step_queries)
+            self._compare(out[i], expected, f"row {b} at {at}, {'slow' if slow else 'fast'}")
+        if not slow:
+            return dataclasses.replace(memory, next_position=last + 1, row=row.copy())  # type: ignore[type-var]
+        long_enough = last + 1 - row.start >= max(self.config.min_context or 0, 1)
         assert runner.rows[b].valid == long_enough
         if not long_enough:
             return None
-        supports = self.oracle.refresh(row, position, queries, found)
-        return Memory(position, at_boundary, supports, position + 1, row.copy())
+        by_layer = [torch.cat(layer, 1) for layer in zip(*queries, strict=True)]
+        supports = self.oracle.refresh(row, last, by_layer, found)
+        return Memory(last, at_boundary, supports, last + 1, row.copy())
 
     @staticmethod
     def _held(runner: DecodeRunner, b: int) -> Supports:

@@ -1,0 +1,244 @@
+"""canonicalise: every way of writing attention gets its one form, `sfi::attention`, beside it.
+
+Scaled-dot-product attention, softmax chains and flex attention become nodes that say the same: queries, keys and values
+before any head repetition, one mask, a scale, a softcap, sinks. The graph's own nodes stay, and nothing reads the new
+ones; for a site that is rewritten, `insert_guards` puts the new node in the place of the old. No model names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from sfi_compile.compat.dynamo import copy_graph_module, example, module_path
+from sfi_compile.passes import along, assemble, chains, flex
+from sfi_compile.passes.assemble import Assembler
+from sfi_compile.passes.base import Pass, Work
+from sfi_compile.passes.dataflow import DataFlow, live_nodes
+from sfi_compile.passes.products import Operand, is_product, product_of
+from sfi_compile.passes.shapes import shape_of
+from sfi_compile.passes.writes import Refusal, position_and_value
+from sfi_compile.site import Form, Rejection
+
+_SDPA = frozenset(
+    {
+        torch.nn.functional.scaled_dot_product_attention,
+        torch.ops.aten.scaled_dot_product_attention,
+        torch.ops.aten.scaled_dot_product_attention.default,
+    }
+)
+_HINT = 'use scaled_dot_product_attention (attn_implementation="sdpa")'
+_NO_VALUES = ("attention written out: its weights are not multiplied with the values by a product", _HINT)
+_OPAQUE = {
+    "multi_head_attention_forward": "nn.MultiheadAttention",
+    "_native_multi_head_attention": "nn.MultiheadAttention",
+    "_transformer_encoder_layer_fwd": "nn.TransformerEncoderLayer",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Canonicalise(Pass):
+    """Adds nodes to a private copy of the graph, and records the forms found and refused in `work.forms`."""
+
+    name: ClassVar[str] = "canonicalise"
+
+    def apply(self, work: Work) -> Work:
+        """The graph with a canonical node for every attention that has one."""
+        module = copy_graph_module(work.graph)
+        finder = _Finder(module)
+        forms: list[Form | Rejection] = []
+        live = live_nodes(module.graph)
+        for node in [n for n in module.graph.nodes if n in live]:
+            try:
+                form = finder.form(node)
+            except Refusal as refusal:
+                where = module_path(node)
+                forms.append(Rejection(refusal.code, where, refusal.explanation, refusal.hint))
+                continue
+            if form is not None:
+                forms.append(form)
+        forms += [
+            Rejection("softmax-chain", module_path(n), *_NO_VALUES) for n in module.graph.nodes if n in finder.open
+        ]
+        module.graph.lint()
+        module.recompile()
+        return dataclasses.replace(work, graph=module, forms=tuple(forms), queries=tuple(finder.queries))
+
+
+class _Finder:
+    """Looks at the nodes of one graph in program order."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.module = module
+        self.flow = DataFlow(module.graph)
+        self.builder = Assembler(module.graph, self.flow)
+        self.results: set[fx.Node] = set()
+        """What attention computes: a walk upwards from a later layer ends there."""
+        self.queries: list[Any] = []
+        self.open: set[fx.Node] = set()
+        """Scores over a cache that go into a softmax, of which no product with values was seen."""
+
+    def form(self, node: fx.Node) -> Form | None:
+        """The canonical form of the attention whose decisive node is `node`, if it is one."""
+        name = getattr(node.target, "__name__", "")
+        if node.op == "call_function" and node.target in _SDPA:
+            self._seen(node, node.args[0] if node.args else node.kwargs.get("query"))
+            return self._sdpa(node)
+        if node.op == "call_function" and name in _OPAQUE:
+            raise Refusal(
+                "opaque-module", f"{_OPAQUE[name]} hides its attention in one call", "write attention with sdpa"
+            )
+        if name == "flex_attention":
+            self._seen(node, node.args[0])
+            return flex.form(node, self.module, self.builder)
+        if chains.is_softmax(node):
+            return self._softmax(node)
+        if is_product(node):
+            self._refuse_loose(node)
+        if isinstance(node.target, torch._ops.HigherOrderOperator) and self._holds_attention(node):
+            raise Refusal(
+                "nested-graph", f"attention is inside a graph of its own, of {name}", "call attention outside"
+            )
+        return None
+
+    def _seen(self, result: fx.Node, queries: Any) -> None:
+        self.results.add(result)
+        value = example(queries) if isinstance(queries, fx.Node) else None
+        if isinstance(value, torch.Tensor) and value.dim() >= 2:
+            self.queries.append(value.shape[-2])
+
+    def _refuse_loose(self, node: fx.Node) -> None:
+        """A product of queries and cached keys whose softmax is nowhere to be seen."""
+        product = product_of(node)
+        fate = chains.fate(node)
+        if product is None or node in self.results or not fate:
+            return
+        for factor, other in ((product.left, product.right), (product.right, product.left)):
+            columns = [i for i, n in enumerate(factor.letters) if n not in other.letters]
+            if not any(self._written_along(factor.node, axis) for axis in columns):
+                continue
+            if fate == "softmax":
+                self.open.add(node)
+                return
+            if fate == "output":
+                hint = "see TORCH_LOGS=graph_breaks; keep attention in one graph"
+                raise Refusal("split-attention", f"{node.name} leaves the graph before its softmax", hint)
+            explanation = f"attention written out: no softmax between {node.name} and the values"
+            raise Refusal("softmax-chain", explanation, _HINT)
+
+    def _written_along(self, node: fx.Node, axis: int) -> bool:
+        """Whether axis `axis` of a value is the one along which this step writes its tokens into a cache."""
+        path = along.path(node, axis, self.flow)
+        if path.blocked is not None:
+            return path.blocked.grows
+        for leaf in path.leaves:
+            for write in self.flow.writes(leaf.source):
+                try:
+                    position_and_value(write, leaf.source, leaf.axis, "keys")
+                except Refusal:
+                    continue
+                return True
+        return False
+
+    def _holds_attention(self, node: fx.Node) -> bool:
+        """Whether a graph that a node runs (of a checkpoint, a cond) has an attention node."""
+        known = dict(self.module.named_modules())
+        inner = [known.get(str(n.target)) for n in node.all_input_nodes if n.op == "get_attr"]
+        return any(n.target in _SDPA for m in inner if isinstance(m, fx.GraphModule) for n in m.graph.nodes)
+
+    def _sdpa(self, node: fx.Node) -> Form | None:
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+        given: dict[str, Any] = dict.fromkeys(names) | dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+        query, key, value, mask = (given[n] for n in ("query", "key", "value", "attn_mask"))
+        shapes = [shape_of(n) if isinstance(n, fx.Node) else None for n in (query, key, value)]
+        if any(s is None or len(s) != 4 for s in shapes):
+            raise Refusal("rank", f"query, key, value have shapes {', '.join(map(str, shapes))}", "use 4-D heads")
+        if given.get("dropout_p"):
+            raise Refusal("dropout", f"dropout_p is {given['dropout_p']}", "call model.eval()")
+        if given.get("is_causal"):
+            if not self._from_cache(key, 2):
+                return None  # a prompt, over its own tokens
+            raise Refusal("is-causal", "is_causal=True lets the first query see one key", "pass attn_mask instead")
+        with self.module.graph.inserting_before(node):
+            scale = (shapes[0] or ())[-1] ** -0.5 if given.get("scale") is None else given["scale"]
+            if not isinstance(scale, (int, float)):
+                query, scale = assemble.scaled(self.builder, query, (scale,)), 1.0
+            context, device = (shapes[1] or ())[2], example(key).device
+            if mask is None:
+                mask = assemble.everything(self.builder, context, device)
+            mask = assemble.four_axes(self.builder, mask)
+            if (shape_of(mask) or ())[3:] == (1,):
+                mask = assemble.over_context(self.builder, mask, context, device)
+            tensors = (query, key, value, mask)
+            result, repeats = assemble.finished(self.builder, node, tensors, float(scale))
+        return Form("sdpa", result, result, node, repeats)
+
+    def _softmax(self, softmax: fx.Node) -> Form | None:
+        """Attention, if the weights are multiplied with values over a cache."""
+        for links, output in chains.products_below(softmax):
+            product = product_of(output)
+            if product is None:
+                if not self._reaches_cache(output):
+                    continue
+                self.open -= chains.scores_of(softmax)
+                raise Refusal("softmax-chain", f"attention written out: {output.name} is not known", _HINT)
+            values = [f for f in (product.left, product.right) if f.node is not links[-1]]
+            over_cache = [f for f in values if self._from_cache(f.node, f.letters.find(product.contracted))]
+            if over_cache:
+                self._seen(output, softmax.all_input_nodes[0])
+                self.open -= chains.scores_of(softmax)
+                return self._chain(softmax, links, output, over_cache[0], product.contracted)
+        return None  # of experts, of samples, of this step's own tokens
+
+    def _chain(self, softmax: fx.Node, links: list[fx.Node], output: fx.Node, values: Operand, contracted: str) -> Form:
+        found = chains.read(softmax, links, output, self.flow)
+        outside = chains.escapes(found.links, output)
+        if outside is not None:
+            explanation = f"attention written out: its weights are also used by {outside.name}"
+            raise Refusal("weights-used", explanation, "do not ask for attention weights (output_attentions=False)")
+        operands = [f.node for f in (found.scores.left, found.scores.right, values)]
+        operands += [*(term.node for term in found.terms), *found.factors, *([found.sinks] if found.sinks else [])]
+        for operand in operands:
+            for write in self.flow.writes(operand):
+                if self.flow.order[found.scores.node] < self.flow.order[write] < self.flow.order[output]:
+                    raise Refusal("stale-read", f"{write.name} comes between scores and output", "write first")
+        with self.module.graph.inserting_before(output):
+            new_tokens = self._new_tokens(values.node, values.letters.find(contracted))
+            node, result, repeats = assemble.chain(self.builder, found, new_tokens)
+            if example(result).dtype != example(output).dtype:
+                result = self.builder.method("to", result, example(output).dtype)
+        return Form("softmax chain", node, result, output, repeats)
+
+    def _from_cache(self, node: fx.Node, axis: int) -> bool:
+        """Whether axis `axis` of a value comes from a cache: an input that this step writes into, or makes longer."""
+        if axis < 0:
+            return False
+        path = along.path(node, axis, self.flow)
+        if path.blocked is None or path.blocked.grows:
+            return path.blocked is not None or any(self.flow.writes(leaf.source) for leaf in path.leaves)
+        return self._reaches_cache(node)
+
+    def _reaches_cache(self, node: fx.Node) -> bool:
+        """Whether a value depends on a written input of three axes or more, other than through attention."""
+        frontier, seen = [node], {node}
+        while frontier:
+            current = frontier.pop()
+            if current.op == "placeholder" and self.flow.writes(current) and len(shape_of(current) or ()) >= 3:
+                return True
+            new = [n for n in current.all_input_nodes if n not in seen and current not in self.results]
+            seen.update(new)
+            frontier += new
+        return False
+
+    def _new_tokens(self, node: fx.Node, axis: int) -> int | None:
+        """Positions that the step writes into the cache behind axis `axis` of a value; None if that cannot be told."""
+        for leaf in along.path(node, axis, self.flow).leaves:
+            for write in self.flow.writes(leaf.source):
+                try:
+                    return position_and_value(write, leaf.source, leaf.axis, "values")[1]
+                except Refusal:
+                    return None
+        return None

@@ -1,0 +1,27 @@
+"""The `sfi::` operators of the guarded graph: schemas, meaning, fakes, and a plain implementation for any device.
+
+Passes emit them, and `lower` replaces those of the fast path. This room knows kernels and config, not passes.
+"""
+
+from __future__ import annotations
+
+from sfi_compile.ops.fast import append, gather, memory_attention
+from sfi_compile.ops.form import attention
+from sfi_compile.ops.slow import dense_attention, frame, pack, select
+from sfi_compile.ops.status import RowStatus
+
+__all__ = [
+    "RowStatus",
+    "append",
+    "attention",
+    "dense_attention",
+    "frame",
+    "gather",
+    "memory_attention",
+    "pack",
+    "plain",
+    "select",
+]
+
+plain = {"gather": gather, "append": append, "memory_attention": memory_attention}
+"""Operators whose plain body is meant to be traced into the graph, so that Inductor compiles it."""

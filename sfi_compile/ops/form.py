@@ -1,0 +1,52 @@
+"""Attention in its one form: what every way of writing it is brought to before the passes look at it.
+
+Shapes: B rows, Hq query heads, Hkv KV heads, Q queries, N positions allocated.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sfi_compile.kernels import attention as kernels
+from sfi_compile.ops.registration import fake_of, operator
+
+
+@operator()
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Dense attention of all rows.
+
+    Args:
+        q: [B, Hq, Q, Dk].
+        k: [B, Hkv, N, Dk]; query head h reads KV head h // (Hq / Hkv).
+        v: [B, Hkv, N, Dv].
+        mask: bool (True: may attend) or float (added to the logits), broadcastable to [B, Hq, Q, N].
+        scale: factor of the logits.
+        softcap: logits x become `softcap * tanh(x / softcap)` before the mask; 0: they do not.
+        sinks: [1 or B, 1 or Hq, 1 or Q, C], logits that take weight and give nothing.
+
+    Returns:
+        [B, Hq, Q, Dv].
+    """
+    packed = kernels.pack_mask(mask, q.shape[1], k.shape[1], q.shape[2])
+    return kernels.over_memory(q, k, v, packed, scale, softcap, sinks)
+
+
+@fake_of(attention)
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    return q.new_empty(*q.shape[:3], v.shape[-1])

@@ -1,0 +1,239 @@
+"""Operators of a slow step: they work on the rows that `slow_rows` flags and read nothing of the others' context.
+
+Shapes: B rows, Hq query heads, Hkv KV heads, G = Hq/Hkv, Q queries, N positions allocated, S memory slots.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from sfi_compile.config import SelectorSpec
+from sfi_compile.kernels import attention, selector, support
+from sfi_compile.ops.registration import fake_of, only_writes, operator
+from sfi_compile.ops.status import RowStatus
+
+
+def _flagged(rows: Tensor) -> list[int]:
+    return [b for b, flag in enumerate(rows.tolist()) if flag]
+
+
+@functools.lru_cache(maxsize=64)
+def parse_spec(text: str) -> SelectorSpec:
+    """The selector spec that a graph carries as text."""
+    return SelectorSpec.from_text(text)
+
+
+def _refreshing(slow_rows: Tensor, status: Tensor) -> list[int]:
+    return _flagged(slow_rows & (status == int(RowStatus.READY)))
+
+
+@operator(reads_flags=True)
+def frame(
+    mask: Tensor, slow_rows: Tensor, position: Tensor, spec: str, selected_end: int, slots: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a refresh needs that is the same for every site under one mask. Of the slow rows; undefined in others.
+
+    Args:
+        mask: bool or float, broadcastable to [B, Hq, Q, N].
+        slow_rows: bool [B].
+        position: int64 [Q]; the last is the position of the refresh.
+        spec: `SelectorSpec.to_text()`.
+        selected_end: first slot of the recent segment (sink + k_head).
+        slots: slots of the memory.
+
+    Returns:
+        extent int64 [B, 3]: tokens that the last query may attend to with any head, one past the last token that any
+            query may attend to (at least 1), and whether that comes after the position;
+        log_position float32 [B, N], the selector's, -inf off its candidates;
+        held int64 [B, slots]: the support but for the selected tokens, -1 for empty.
+    """
+    parsed = parse_spec(spec)
+    size, last = mask.shape[-1], int(position[-1])
+    extent = torch.zeros(slow_rows.shape[0], 3, dtype=torch.int64, device=mask.device)
+    log_position = torch.full((extent.shape[0], size), attention.NEG_INF, device=mask.device)
+    held = torch.full((extent.shape[0], slots), -1, dtype=torch.int64, device=mask.device)
+    for b in _flagged(slow_rows):
+        by_query = attention.may_attend(mask[b if mask.shape[0] > 1 else 0]).any(0)
+        allowed, read = by_query[-1], by_query.any(0)
+        extent[b, 0] = allowed.sum()
+        extent[b, 1] = (read * torch.arange(1, size + 1, device=mask.device)).max().clamp_min(1)
+        extent[b, 2] = extent[b, 1] > last + 1
+        candidates = support.candidates(allowed, last, parsed.sink, parsed.recent)
+        log_position[b] = selector.log_position(candidates, parsed)
+        held[b] = support.frame(allowed, last, parsed.sink, parsed.recent, selected_end, slots)
+    return extent, log_position, held
+
+
+@fake_of(frame)
+def _(
+    mask: Tensor, slow_rows: Tensor, position: Tensor, spec: str, selected_end: int, slots: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch = slow_rows.shape[0]
+    return (
+        mask.new_empty(batch, 3, dtype=torch.int64),
+        mask.new_empty(batch, mask.shape[-1], dtype=torch.float32),
+        mask.new_empty(batch, slots, dtype=torch.int64),
+    )
+
+
+@operator("status", "context", reads_flags=True)
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    slow_rows: Tensor,
+    extent: Tensor,
+    scale: float,
+    status: Tensor,
+    context: Tensor,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Dense attention of the slow rows, exactly under the site's mask; logits are the by-product.
+
+    Args:
+        q: [B, Hq, Q, Dk].
+        k: [B, Hkv, N, Dk].
+        v: [B, Hkv, N, Dv].
+        mask: bool or float, broadcastable to [B, Hq, Q, N].
+        slow_rows: bool [B].
+        extent: int64 [B, 3], of `sfi::frame`.
+        scale: factor of the logits.
+        status: int64 [B] of `RowStatus`, written for slow rows: raised to SHORT (of a row that may attend to nothing),
+            NOT_FINITE or AHEAD where one holds.
+        context: int64 [B], written for slow rows: raised to the number of valid tokens.
+        softcap: logits x become `softcap * tanh(x / softcap)` before the mask; 0: they do not.
+        sinks: [1 or B, 1 or Hq, 1 or Q, C], logits that take weight and give nothing.
+
+    Returns:
+        output [B, Hq, Q, Dv] (zero in fast rows), logits [B, Hkv, G*Q, N] float32 (-inf where masked; undefined in fast
+        rows).
+    """
+    batch, query_heads, query_len, _ = q.shape
+    kv_heads, size = k.shape[1], k.shape[2]
+    packed = attention.pack_queries(q, kv_heads)
+    packed_mask = attention.pack_mask(mask, query_heads, kv_heads, query_len)
+    out = q.new_zeros(batch, kv_heads, packed.shape[2], v.shape[-1])
+    logits = torch.empty(batch, kv_heads, packed.shape[2], size, dtype=torch.float32, device=q.device)
+    # One mask for all queries and heads, of the kind that only blocks.
+    plain_mask = mask.dtype == torch.bool and packed_mask.shape[1:3] == (1, 1)
+    columns = None if sinks is None else attention.pack_sinks(sinks, query_heads, kv_heads, query_len)
+    extents = extent.tolist()
+    for b in _flagged(slow_rows):
+        valid, length, ahead = extents[b]
+        row_sinks = None if columns is None else columns[b if columns.shape[0] > 1 else 0]
+        row_mask: Tensor | None = packed_mask[b if packed_mask.shape[0] > 1 else 0, ..., :length]
+        blocks = not plain_mask or valid < length
+        # Slots past the length are masked, and may hold anything.
+        row_mask = row_mask if blocks else None
+        out[b], row_logits = attention.dense_row(
+            packed[b], k[b, :, :length], v[b, :, :length], row_mask, scale, softcap, row_sinks
+        )
+        logits[b, ..., :length] = row_logits
+        logits[b, ..., length:] = attention.NEG_INF
+        context[b].clamp_(min=valid)
+        if not valid:
+            status[b].clamp_(min=RowStatus.SHORT)
+        if not math.isfinite(out[b].abs().amax()):
+            status[b].clamp_(min=RowStatus.NOT_FINITE)
+        if ahead:
+            status[b].clamp_(min=RowStatus.AHEAD)
+    return attention.unpack_queries(out, query_heads), logits
+
+
+@fake_of(dense_attention)
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    slow_rows: Tensor,
+    extent: Tensor,
+    scale: float,
+    status: Tensor,
+    context: Tensor,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    rows = q.shape[1] // k.shape[1] * q.shape[2]
+    logits = q.new_empty(q.shape[0], k.shape[1], rows, k.shape[2], dtype=torch.float32)
+    return q.new_empty(*q.shape[:3], v.shape[-1]), logits
+
+
+@operator(reads_flags=True)
+def select(
+    logits: Tensor, keys: Tensor, slow_rows: Tensor, status: Tensor, extent: Tensor, log_position: Tensor, spec: str
+) -> Tensor:
+    """Evidence → selection, for the slow rows that are ready for a memory.
+
+    Args:
+        logits: float32 [B, Hkv, G*Q, N], -inf where masked.
+        keys: [B, Hkv, N, Dk].
+        slow_rows: bool [B].
+        status: int64 [B] of `RowStatus`.
+        extent: int64 [B, 3], of `sfi::frame`.
+        log_position: float32 [B, N], of `sfi::frame`.
+        spec: `SelectorSpec.to_text()`.
+
+    Returns:
+        int64 [B, Hkv, min(k_head, N)], ascending; -1 for unused slots and in rows that do not refresh.
+    """
+    parsed = parse_spec(spec)
+    k = min(parsed.k_head, keys.shape[2])
+    out = torch.full((keys.shape[0], keys.shape[1], k), -1, dtype=torch.int64, device=keys.device)
+    lengths = extent[:, 1].tolist()
+    for b in _refreshing(slow_rows, status):
+        # The selector's work grows with what is valid, not with what is allocated.
+        n = lengths[b]
+        chosen = selector.select(logits[b, ..., :n], keys[b, :, :n], log_position[b, :n], parsed)
+        out[b, :, : chosen.shape[-1]] = chosen
+    return out
+
+
+@fake_of(select)
+def _(
+    logits: Tensor, keys: Tensor, slow_rows: Tensor, status: Tensor, extent: Tensor, log_position: Tensor, spec: str
+) -> Tensor:
+    k = min(parse_spec(spec).k_head, keys.shape[2])
+    return keys.new_empty(keys.shape[0], keys.shape[1], k, dtype=torch.int64)
+
+
+@operator("held", "mem_k", "mem_v", reads_flags=True)
+def pack(
+    k: Tensor,
+    v: Tensor,
+    selected: Tensor,
+    frame: Tensor,
+    slow_rows: Tensor,
+    status: Tensor,
+    sink: int,
+    held: Tensor,
+    mem_k: Tensor,
+    mem_v: Tensor,
+) -> None:
+    """Write the new support and its keys and values into the memory of the slow rows that are ready for one.
+
+    Args:
+        k: [B, Hkv, N, Dk].
+        v: [B, Hkv, N, Dv].
+        selected: int64 [B, Hkv, k_head].
+        frame: int64 [B, S]: the support but for the selected tokens, of `sfi::frame`.
+        slow_rows: bool [B].
+        status: int64 [B] of `RowStatus`.
+        sink: first slot of the selected tokens.
+        held: int64 [B, Hkv, S], written: position in each slot, -1 for empty.
+        mem_k: [B, Hkv, S, Dk], written.
+        mem_v: [B, Hkv, S, Dv], written.
+    """
+    for b in _refreshing(slow_rows, status):
+        held[b] = frame[b]
+        held[b, :, sink : sink + selected.shape[-1]] = selected[b]
+        support.copy_rows(held[b], (k[b], mem_k[b]), (v[b], mem_v[b]))
+
+
+fake_of(pack)(only_writes)
