@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from sfi_compile.compat.dynamo import copy_graph_module, example, module_path
-from sfi_compile.passes import along, assemble, chains, flex
+from sfi_compile.passes import along, assemble, chains, flex, links
 from sfi_compile.passes.assemble import Assembler
 from sfi_compile.passes.base import Pass, Work
 from sfi_compile.passes.dataflow import DataFlow, live_nodes
@@ -94,7 +94,7 @@ class _Finder:
         if name == "flex_attention":
             self._seen(node, node.args[0])
             return flex.form(node, self.module, self.builder)
-        if chains.is_softmax(node):
+        if links.is_softmax(node):
             return self._softmax(node)
         if is_product(node):
             self._refuse_loose(node)
@@ -113,7 +113,7 @@ class _Finder:
     def _refuse_loose(self, node: fx.Node) -> None:
         """A product of queries and cached keys whose softmax is nowhere to be seen."""
         product = product_of(node)
-        fate = chains.fate(node)
+        fate = links.fate(node)
         if product is None or node in self.results or not fate:
             return
         for factor, other in ((product.left, product.right), (product.right, product.left)):
@@ -178,24 +178,24 @@ class _Finder:
 
     def _softmax(self, softmax: fx.Node) -> Form | None:
         """Attention, if the weights are multiplied with values over a cache."""
-        for links, output in chains.products_below(softmax):
+        for path, output in links.products_below(softmax):
             product = product_of(output)
             if product is None:
                 if not self._reaches_cache(output):
                     continue
-                self.open -= chains.scores_of(softmax)
+                self.open -= links.products_above(softmax.all_input_nodes)
                 raise Refusal("softmax-chain", f"attention written out: {output.name} is not known", _HINT)
-            values = [f for f in (product.left, product.right) if f.node is not links[-1]]
+            values = [f for f in (product.left, product.right) if f.node is not path[-1]]
             over_cache = [f for f in values if self._from_cache(f.node, f.letters.find(product.contracted))]
             if over_cache:
                 self._seen(output, softmax.all_input_nodes[0])
-                self.open -= chains.scores_of(softmax)
-                return self._chain(softmax, links, output, over_cache[0], product.contracted)
+                self.open -= links.products_above(softmax.all_input_nodes)
+                return self._chain(softmax, path, output, over_cache[0], product.contracted)
         return None  # of experts, of samples, of this step's own tokens
 
-    def _chain(self, softmax: fx.Node, links: list[fx.Node], output: fx.Node, values: Operand, contracted: str) -> Form:
-        found = chains.read(softmax, links, output, self.flow)
-        outside = chains.escapes(found.links, output)
+    def _chain(self, softmax: fx.Node, path: list[fx.Node], output: fx.Node, values: Operand, contracted: str) -> Form:
+        found = chains.read(softmax, path, output, self.flow)
+        outside = links.escapes(found.links, output)
         if outside is not None:
             explanation = f"attention written out: its weights are also used by {outside.name}"
             raise Refusal("weights-used", explanation, "do not ask for attention weights (output_attentions=False)")

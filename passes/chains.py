@@ -15,15 +15,14 @@ import torch
 from torch import fx
 
 from sfi_compile.compat.dynamo import example
-from sfi_compile.passes.dataflow import DataFlow, mutated_argument, mutated_arguments
-from sfi_compile.passes.products import Product, is_product, order_of, product_of
+from sfi_compile.passes.dataflow import DataFlow, mutated_argument
+from sfi_compile.passes.links import CASTS, REGROUPS, products_above, softmax_input
+from sfi_compile.passes.products import Product, order_of, product_of
 from sfi_compile.passes.shapes import CAT, SAME, is_pointwise, name_of, shape_of
 from sfi_compile.passes.writes import Refusal
 
 BLOCKING = -5000.0
 """Logits that a mask sets to less than this get no weight, whatever they were."""
-_CASTS = frozenset("to float half double bfloat16 type type_as".split())
-_REGROUPS = frozenset(["view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze"])
 _ADDS = frozenset(["add", "iadd", "add_", "__add__", "__radd__"])
 _SUBS = frozenset(["sub", "isub", "sub_", "__sub__"])
 _MULS = frozenset(["mul", "imul", "mul_", "__mul__", "__rmul__", "multiply"])
@@ -68,91 +67,6 @@ class Chain:
     output: Product
     links: tuple[fx.Node, ...]
     """All nodes of the chain."""
-
-
-def is_softmax(node: fx.Node) -> bool:
-    """Whether a node is a softmax, over whatever axis, or its logarithm."""
-    return node.op in ("call_function", "call_method") and name_of(node).strip("_") in (
-        "softmax",
-        "safe_softmax",
-        "log_softmax",
-    )
-
-
-def softmax_input(node: fx.Node) -> fx.Node | None:
-    """The operand of a softmax over the last axis; None for any other node."""
-    if not is_softmax(node) or "log" in name_of(node):
-        return None
-    source = node.args[0] if node.args else node.kwargs.get("input")
-    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", node.kwargs.get("axis"))
-    shape = shape_of(source) if isinstance(source, fx.Node) else None
-    return source if shape is not None and dim in (-1, len(shape) - 1) and isinstance(source, fx.Node) else None
-
-
-def products_below(softmax: fx.Node) -> list[tuple[list[fx.Node], fx.Node]]:
-    """Every product that a softmax reaches through links: the nodes down to it, and the product."""
-    frontier, found = [[softmax]], []
-    seen: set[fx.Node] = set()
-    while frontier:
-        links = frontier.pop()
-        for user in links[-1].users:
-            if is_product(user):
-                found.append((links, user))
-                continue
-            name = name_of(user)
-            passes = name in _CASTS or name in _REGROUPS or name in SAME or "dropout" in name or name == "nan_to_num"
-            sliced = user.target is operator.getitem and user.args[0] is links[-1]
-            passes |= sliced or is_pointwise(user) or order_of(user) is not None
-            if user not in seen and passes:
-                seen.add(user)
-                frontier.append([*links, user])
-    return found
-
-
-def scores_of(softmax: fx.Node) -> set[fx.Node]:
-    """The products that a softmax is computed from through links alone."""
-    frontier, seen, found = [*softmax.all_input_nodes], set(softmax.all_input_nodes), set()
-    while frontier:
-        node = frontier.pop()
-        if is_product(node):
-            found.add(node)
-        elif is_pointwise(node) or name_of(node) in (*_REGROUPS, *SAME, *CAT) or order_of(node) is not None:
-            frontier += [n for n in node.all_input_nodes if n not in seen]
-            seen.update(node.all_input_nodes)
-    return found
-
-
-def fate(product: fx.Node) -> str:
-    """Where scores go through links alone: "softmax", else "product", else "output", else ""."""
-    frontier, seen, found = [product], {product}, {""}
-    while frontier:
-        current = frontier.pop()
-        for user in current.users:
-            if is_softmax(user):
-                return "softmax"
-            if user.op == "output" or is_product(user):
-                found.add(user.op if user.op == "output" else "product")
-            elif user not in seen and (
-                is_pointwise(user) or name_of(user) in (*_REGROUPS, *SAME, *CAT) or order_of(user) is not None
-            ):
-                seen.add(user)
-                frontier.append(user)
-    return max(found, key=["", "output", "product"].index)
-
-
-def escapes(links: tuple[fx.Node, ...], output: fx.Node) -> fx.Node | None:
-    """Something beside the chain's own output that needs its scores or weights; None if there is nothing."""
-    chain = set(links)
-    frontier = [user for link in links if link is not output for user in link.users if user not in chain]
-    seen = set(frontier)
-    while frontier:
-        node = frontier.pop()
-        if node.op == "output" or mutated_arguments(node):
-            return node
-        new = [user for user in node.users if user not in chain and user not in seen]
-        seen.update(new)
-        frontier += new
-    return None
 
 
 class _Reader:
@@ -221,9 +135,9 @@ class _Reader:
         args = node.args
         if not isinstance(source, fx.Node) and name not in (*_ADDS, *_MULS, "where", *CAT):
             return None
-        if name in _CASTS or name in SAME:
+        if name in CASTS or name in SAME:
             return source
-        if name in _REGROUPS:
+        if name in REGROUPS:
             kept = (shape_of(source) or ())[-1:] == shape[-1:] and self.order is None
             return source if kept else None
         if order_of(node) is not None:
@@ -269,14 +183,14 @@ class _Reader:
     def _sum(self, node: fx.Node, source: Any, other: Any, shape: tuple[int, ...]) -> Any:
         if node.kwargs.get("alpha", 1) != 1:
             return None
-        if all(isinstance(n, fx.Node) and _leads_to_product(n) for n in (source, other)):
+        if all(isinstance(n, fx.Node) and products_above([n]) for n in (source, other)):
             self.stopped = f"{node.name} adds two products"
             return None
         pairs = [(a, b) for a, b in ((source, other), (other, source)) if self._is_logits(a, shape)]
         for logits, bias in pairs:
             if isinstance(bias, (int, float)):
                 return logits if self._may_shift() else None
-            if isinstance(bias, fx.Node) and (len(pairs) == 1 or _leads_to_product(logits)):
+            if isinstance(bias, fx.Node) and (len(pairs) == 1 or products_above([logits])):
                 return logits if self._term("add", bias, self.factor, shape) else None
         return None
 
@@ -331,7 +245,7 @@ class _Reader:
             return float(held) if isinstance(held, (int, float)) else None
         if name_of(value) == "full_like":
             return self._number(value.args[1] if len(value.args) > 1 else value.kwargs.get("fill_value"))
-        return self._number(value.args[0]) if name_of(value) in _CASTS else None
+        return self._number(value.args[0]) if name_of(value) in CASTS else None
 
     @staticmethod
     def _is_logits(node: Any, shape: tuple[int, ...]) -> bool:
@@ -354,19 +268,6 @@ def _named(node: fx.Node) -> fx.Node:
     while written is not None:
         node, written = written, mutated_argument(written)
     return node
-
-
-def _leads_to_product(node: fx.Node) -> bool:
-    """Whether a product is reached through links alone."""
-    frontier = [node]
-    while frontier:
-        current = frontier.pop()
-        if is_product(current):
-            return True
-        name = name_of(current)
-        if is_pointwise(current) or name in _REGROUPS or name in SAME or order_of(current) is not None:
-            frontier += current.all_input_nodes
-    return False
 
 
 def read(softmax: fx.Node, links: list[fx.Node], output: fx.Node, flow: DataFlow) -> Chain:
@@ -398,15 +299,15 @@ def read(softmax: fx.Node, links: list[fx.Node], output: fx.Node, flow: DataFlow
             cut = _cuts_sinks(link, reader)
             if not cut:
                 raise refuse(f"{link.name} takes a part of the weights")
-        elif name in _REGROUPS and (shape_of(link) or ())[-1:] != (shape_of(link.args[0]) or ())[-1:]:  # type: ignore[arg-type]
+        elif name in REGROUPS and (shape_of(link) or ())[-1:] != (shape_of(link.args[0]) or ())[-1:]:  # type: ignore[arg-type]
             raise refuse(f"{link.name} regroups the context")
-        elif is_pointwise(link) and name not in _CASTS:
+        elif is_pointwise(link) and name not in CASTS:
             raise refuse(f"{name} changes the weights")
         elif order_of(link) is not None:
             if order is not None:
                 raise refuse(f"{link.name} permutes the weights twice")
             order = order_of(link)
-        elif order is not None and name in _REGROUPS:
+        elif order is not None and name in REGROUPS:
             raise refuse(f"{link.name} regroups permuted weights")
     if (reader.sinks is not None) != cut:
         raise refuse("columns beside the logits, which are not cut off after the softmax")

@@ -20,6 +20,7 @@ from sfi_compile.passes import (
     dataflow,
     flex,
     heads,
+    links,
     products,
     reads,
     shapes,
@@ -53,7 +54,7 @@ def cache_key() -> str:
     """A digest of what a compiled graph depends on beside its nodes: the passes in their order, and the operators."""
     passes = (*ANALYSIS, *REWRITE)
     modules = {inspect.getmodule(type(one)): None for one in passes}
-    rules = (along, assemble, axes, base, chains, dataflow, flex, heads, products, reads, shapes, writes)
+    rules = (along, assemble, axes, base, chains, dataflow, flex, heads, links, products, reads, shapes, writes)
     shared = (*rules, fast, form, slow, attention, selector, support)
     parts = [*map(repr, passes), *(inspect.getsource(module) for module in (*modules, *shared) if module is not None)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -12,10 +12,11 @@ from sfi_compile.boundaries import sentence_boundaries
 from sfi_compile.compat.inductor import mode_patches
 from sfi_compile.compat.module import compile_calls
 from sfi_compile.config import Config, OptionError
+from sfi_compile.passes.base import MOST_QUERIES
 
 Model = TypeVar("Model", bound=Any)
 
-STEP_TOKENS = 8
+STEP_TOKENS = MOST_QUERIES
 """Most new tokens a row of a call that is compiled: one token, or a few drafted ones to verify. More are a prompt."""
 
 _TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
