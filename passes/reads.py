@@ -40,6 +40,8 @@ def cache_read(node: fx.Node, what: str, attention: fx.Node, flow: DataFlow) -> 
     found = along.path(node, 2, flow)
     if found.blocked is not None and found.blocked.grows:
         raise Refusal("growing-cache", f"{what}: {found.blocked.reason}", STATIC_HINT)
+    if found.blocked is not None and not _reaches_input(node, flow):
+        return None
     if found.blocked is not None:
         raise Refusal("not-commutable", f"{what}: {found.blocked.reason}", STATIC_HINT)
     if not found.leaves:
@@ -73,6 +75,12 @@ def cache_read(node: fx.Node, what: str, attention: fx.Node, flow: DataFlow) -> 
         raise Refusal("stale-read", f"{other.name} changes what {what} are computed from", "write the cache alone")
     constants |= dict.fromkeys(_constants(found.fixed, writes, what, flow))
     return CacheRead(tuple(writes), tuple(constants), found.sources)
+
+
+def _reaches_input(node: fx.Node, flow: DataFlow) -> bool:
+    """Whether a value depends on anything that may be a cache: an input of four axes, or one that is written."""
+    inputs = [n for n in flow.slice_of(node) if n.op == "placeholder"]
+    return any(len(shape_of(n) or ()) >= (3 if flow.writes(n) else 4) for n in inputs)
 
 
 def _write(leaf: along.Leaf, what: str, batch_axis: int | None, attention: fx.Node, flow: DataFlow) -> CacheWrite:

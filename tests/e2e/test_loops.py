@@ -56,8 +56,9 @@ def test_a_prompt_in_chunks_then_steps() -> None:
         wanted, _ = feed(model.forward, LLAMA.cache(model, 2, 64), tokens, lengths)
         ours, kinds = feed(compiled(model, **FULL), LLAMA.cache(model, 2, 64), tokens, lengths)
     assert_all_close(ours, wanted)
-    assert kinds == ["dense"] * 4 + ["slow"] + ["fast"] * 11
-    assert sfi_compile.stats().graphs == 1
+    # The first allocates the cache; chunks of up to eight tokens are steps, as long as their number is fixed.
+    assert kinds == ["dense", "slow", "fast", "dense", "slow"] + ["fast"] * 11
+    assert sfi_compile.stats().graphs == 2
 
 
 @pytest.mark.parametrize("options", [FULL, SMALL], ids=["full", "small"])
@@ -209,7 +210,7 @@ def test_layers_compiled_one_by_one(way: Callable[[Any], None]) -> None:
 def test_more_layers_than_dynamo_compiles(
     way: Callable[[Any], None], layers: int, limit: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, _ = build("Llama", num_hidden_layers=layers)()
+    model = build("Llama", num_hidden_layers=layers)()
     wanted = run_in_pieces(model, model.forward, 4)
     with (
         eager_lowering(),
