@@ -79,7 +79,8 @@ def cache_read(node: fx.Node, what: str, attention: fx.Node, flow: DataFlow) -> 
 
 def _reaches_input(node: fx.Node, flow: DataFlow) -> bool:
     """Whether a value depends on anything that may be a cache: an input of four axes, or one that is written."""
-    inputs = [n for n in flow.slice_of(node) if n.op == "placeholder"]
+    needed = {n for one in (node, *flow.writes(node)) for n in flow.slice_of(one)}
+    inputs = [n for n in needed if n.op == "placeholder"]
     return any(len(shape_of(n) or ()) >= (3 if flow.writes(n) else 4) for n in inputs)
 
 

@@ -195,7 +195,7 @@ class Machine(RuleBasedStateMachine):
 
 
 def test_random_interleavings() -> None:
-    steps = 50 if THOROUGH else 30
+    steps = 100 if THOROUGH else 30
     run_state_machine_as_test(Machine, settings=settings(stateful_step_count=steps))
     assert Machine.actions >= (10_000 if THOROUGH else 100)
 
