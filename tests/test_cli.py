@@ -135,7 +135,7 @@ def test_explain_families_has_a_row_for_each(
     assert rows["unfilled"]["error"] == "the prompt fails: no cache"
     shown = capsys.readouterr().out
     assert all(name in shown for name in rows)
-    assert "6 decoders: 1 rewritten in full, 1 in part, 4 dense" in shown
+    assert "6 decoders: 2 rewritten in full, 1 in part, 3 dense" in shown
 
 
 @pytest.mark.parametrize("names", [["no-such-option=1"], ["k_head=0"]])
