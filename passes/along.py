@@ -20,7 +20,7 @@ from torch import fx
 from sfi_compile.compat.dynamo import example
 from sfi_compile.passes.dataflow import DataFlow, mutated_argument
 from sfi_compile.passes.products import order_of, spelled_out
-from sfi_compile.passes.shapes import CAT, SAME, is_pointwise, name_of, shape_of
+from sfi_compile.passes.shapes import CAT, SAME, counted_from, every_axis, is_pointwise, name_of, shape_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,8 @@ class Blocked:
 
 Step = Leaf | Same | Apply | Assembled | Count | Blocked
 
-_VIEWS = frozenset(["view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"])
+VIEWS = frozenset(["view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"])
+EXPANSIONS = frozenset(["expand", "expand_as", "broadcast_to"])
 _FRESH = frozenset(["new_empty", "empty", "new_zeros", "zeros", "empty_like", "zeros_like"])
 _REDUCTIONS = frozenset("mean sum amax amin var std norm vector_norm softmax log_softmax normalize prod".split())
 _SPLITS = frozenset(["split", "chunk", "unbind", "tensor_split", "split_with_sizes"])
@@ -119,11 +120,8 @@ def _axes(value: Any, rank: int) -> list[int]:
 
 
 def _count(node: fx.Node) -> Step:
-    numbers = [a for a in node.args if isinstance(a, int)]
-    if len(numbers) != len(node.args) or {"start", "end", "step"} & set(node.kwargs):
-        return Blocked(f"{node.name} is an arange with symbolic bounds")
-    start, by = (0, 1) if len(numbers) == 1 else (numbers[0], numbers[2] if len(numbers) > 2 else 1)
-    return Count(start, by)
+    found = counted_from(node)
+    return Blocked(f"{node.name} is an arange with symbolic bounds") if found is None else Count(*found)
 
 
 def _pointwise(node: fx.Node, axis: int) -> Step:
@@ -173,14 +171,8 @@ def _place(index: Any, axis: int, shape: tuple[int, ...]) -> tuple[int, int] | N
 
     None if the index cuts or moves the axis.
     """
-    items = list(index) if isinstance(index, tuple) else [index]
-    consumed = sum(item is not None and item is not Ellipsis for item in items)
-    if any(item is Ellipsis for item in items):
-        at = next(i for i, item in enumerate(items) if item is Ellipsis)
-        items[at : at + 1] = [slice(None)] * (len(shape) - consumed)
-    items += [slice(None)] * (len(shape) - sum(item is not None for item in items))
     source, place, out = 0, None, 0
-    for item in items:
+    for item in every_axis(index, len(shape)):
         if item is not None and source == axis:
             whole = isinstance(item, slice) and item.start in (None, 0) and item.step in (None, 1)
             end = item.stop if whole else None
@@ -266,9 +258,8 @@ def _reduction(node: fx.Node, axis: int) -> Step | None:
     if found is None:
         return None
     source, was = found
-    dims = _argument(node, 1, "dim") if name_of(node) not in ("norm", "normalize", "vector_norm") else None
-    if name_of(node) in ("norm", "normalize", "vector_norm"):
-        dims = _argument(node, 2, "dim", 1 if name_of(node) == "normalize" else None)
+    second = name_of(node) in ("norm", "normalize", "vector_norm")  # after the order of the norm
+    dims = _argument(node, 2 if second else 1, "dim", 1 if name_of(node) == "normalize" else None)
     over = _axes(dims, len(was)) if dims is not None else list(range(len(was)))
     kept = len(shape_of(node) or ()) == len(was)
     rest = list(range(len(was))) if kept else [a for a in range(len(was)) if a not in over]
@@ -341,18 +332,16 @@ def _split(node: fx.Node, axis: int) -> Step | None:
     if found is None:
         return None
     source, was = found
-    place = 1 if name_of(node) == "unbind" else 2
-    along = _argument(node, place, "dim", 0) % len(was)
-    if along == axis + (name_of(node) == "unbind" and along <= axis):
-        return Blocked(f"{name_of(node)} cuts the sequence axis")
-    own = axis + (name_of(node) == "unbind" and along <= axis)
-    return None if own == along else Apply({source: own})
+    unbinds = name_of(node) == "unbind"
+    along = _argument(node, 1 if unbinds else 2, "dim", 0) % len(was)
+    own = axis + (unbinds and along <= axis)
+    return Blocked(f"{name_of(node)} cuts the sequence axis") if own == along else Apply({source: own})
 
 
 _RULES: dict[str, Callable[[fx.Node, int], Step | None]] = {
-    **dict.fromkeys(_VIEWS, _view),
+    **dict.fromkeys(VIEWS, _view),
     **dict.fromkeys(["transpose", "swapaxes", "swapdims", "permute", "getattr"], _permuted),
-    **dict.fromkeys(["expand", "expand_as", "broadcast_to"], _expand),
+    **dict.fromkeys(EXPANSIONS, _expand),
     **dict.fromkeys(["repeat", "repeat_interleave", "narrow"], _unmoved),
     **dict.fromkeys(_REDUCTIONS, _reduction),
     **dict.fromkeys(["layer_norm", "rms_norm"], _norm),
@@ -422,3 +411,8 @@ def path(node: fx.Node, axis: int, flow: DataFlow) -> Path:
             fixed.extend(n for n in current.all_input_nodes if n not in found.axes)
             stack.extend(found.axes.items())
     return Path(tuple(leaves), tuple(sources), tuple(computed), tuple(reads), tuple(fixed), frozenset(filling), None)
+
+
+def is_cached(found: Path, flow: DataFlow) -> bool:
+    """Whether a path leads to a cache: an input that this step writes into, or makes longer."""
+    return found.blocked.grows if found.blocked is not None else any(flow.writes(leaf.source) for leaf in found.leaves)

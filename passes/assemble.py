@@ -11,13 +11,12 @@ import torch
 from torch import fx
 
 from sfi_compile.compat.dynamo import example
-from sfi_compile.passes.base import Builder
-from sfi_compile.passes.chains import Chain, Term
+from sfi_compile.passes.base import Builder, Refusal
+from sfi_compile.passes.chains import Chain, Term, refusal
 from sfi_compile.passes.dataflow import DataFlow
 from sfi_compile.passes.heads import without_repetition
 from sfi_compile.passes.products import Operand, unpermuted
 from sfi_compile.passes.shapes import name_of, shape_of
-from sfi_compile.passes.writes import Refusal
 
 NEG_INF = float("-inf")
 
@@ -141,7 +140,7 @@ def chain(builder: Assembler, found: Chain, new_tokens: int | None) -> tuple[fx.
     left, right = found.scores.left, found.scores.right
     query, key = (right, left) if column in left.letters else (left, right)
     if len(contracted) != 1 or column in query.letters or row in key.letters:
-        raise _refuse("the product of queries and keys has other axes than those")
+        raise refusal("the product of queries and keys has other axes than those")
     q = arranged(builder, query, lead + row + contracted)
     k = arranged(builder, key, lead + column + contracted)
     v, out_letters = _values(builder, found)
@@ -153,7 +152,7 @@ def chain(builder: Assembler, found: Chain, new_tokens: int | None) -> tuple[fx.
             for n, s in ((k, k_shape), (v, v_shape)))  # fmt: skip
     for n, what in ((k, "keys"), (v, "values")):
         if len(shape_of(n) or ()) != 4:
-            raise _refuse(f"{what} {shape_of(n)} for {batch} rows of {kv_heads} heads")
+            raise refusal(f"{what} {shape_of(n)} for {batch} rows of {kv_heads} heads")
     context = (shape_of(k) or ())[2]
     mask = _mask(builder, found, heads, context, example(q).device)
     sinks = None
@@ -169,10 +168,6 @@ def chain(builder: Assembler, found: Chain, new_tokens: int | None) -> tuple[fx.
     return node, result, repeats
 
 
-def _refuse(why: str) -> Refusal:
-    return Refusal("softmax-chain", f"attention written out: {why}", "use scaled_dot_product_attention")
-
-
 def _values(builder: Assembler, found: Chain) -> tuple[fx.Node, str]:
     """Values [lead..., context, dim], and the letters of the output in that order."""
     product = found.output
@@ -180,7 +175,7 @@ def _values(builder: Assembler, found: Chain) -> tuple[fx.Node, str]:
     if weights.node is not found.weights:
         weights, values = values, weights
     if weights.node is not found.weights or values.node is found.weights or product.added is not None:
-        raise _refuse("the product of weights and values is not known")
+        raise refusal("the product of weights and values is not known")
     letters = weights.letters
     if found.weights_order is not None:
         below = [""] * len(letters)
@@ -190,7 +185,7 @@ def _values(builder: Assembler, found: Chain) -> tuple[fx.Node, str]:
     lead, row, column = letters[:-2], letters[-2], letters[-1]
     dims = [n for n in product.letters if n not in lead + row]
     if product.contracted != column or len(dims) != 1 or row not in product.letters or product.factor != 1.0:
-        raise _refuse("the product of weights and values has other axes than those")
+        raise refusal("the product of weights and values has other axes than those")
     return arranged(builder, values, lead + column + dims[0]), lead + row + dims[0]
 
 
@@ -211,15 +206,15 @@ def _heads(found: Chain, q: fx.Node, k: fx.Node, new_tokens: int | None) -> Head
         shared = [b for a, b in zip(lead[1:], k_lead[1:], strict=True) if a == b]
         kv_heads, group = math.prod(k_lead[1:]), math.prod(lead[1:]) // math.prod(k_lead[1:])
         if k_lead[1 : 1 + len(shared)] != tuple(shared):
-            raise _refuse(f"queries {q_shape} over keys {k_shape}")
+            raise refusal(f"queries {q_shape} over keys {k_shape}")
     else:
-        raise _refuse(f"queries {q_shape} over keys {k_shape}")
+        raise refusal(f"queries {q_shape} over keys {k_shape}")
     if k_lead[0] != lead[0] or q_lead != lead:
-        raise _refuse(f"queries {q_shape} over keys {k_shape}")
+        raise refusal(f"queries {q_shape} over keys {k_shape}")
     if new_tokens is not None and rows != new_tokens:
         # Queries of a group as rows, which is the same as heads when there is one token.
         if new_tokens != 1:
-            raise _refuse(f"{rows} queries for {new_tokens} new tokens")
+            raise refusal(f"{rows} queries for {new_tokens} new tokens")
         group, rows = group * rows, 1
     return Heads(batch, kv_heads * group, kv_heads, rows)
 
@@ -257,7 +252,7 @@ def _regrouped(builder: Assembler, node: fx.Node, shape: tuple[int, ...], heads:
     sizes, expanded = [], list(own)
     for axes, size in groups:
         if math.prod(shape[a] for a in axes) != size:
-            raise _refuse(f"a term {own} beside logits {shape}")
+            raise refusal(f"a term {own} beside logits {shape}")
         full = any(own[a] != 1 for a in axes)
         sizes.append(size if full else 1)
         for a in axes if full else ():

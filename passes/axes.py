@@ -18,7 +18,7 @@ from torch import fx
 
 from sfi_compile.compat.dynamo import example
 from sfi_compile.passes.dataflow import mutated_argument
-from sfi_compile.passes.shapes import SAME, is_pointwise, name_of, shape_of
+from sfi_compile.passes.shapes import SAME, counted_from, every_axis, is_pointwise, name_of, shape_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,6 @@ _FILLS = {
     **dict.fromkeys(["ones", "ones_like", "new_ones"], 1),
     **dict.fromkeys(["full", "full_like", "new_full"]),
 }
-_ALL = slice(None)
 
 
 def named(layout: str, shape: tuple[int, ...]) -> str:
@@ -179,11 +178,8 @@ def _is_view_of_input(node: fx.Node) -> bool:
 
 
 def _arange(node: fx.Node) -> Step:
-    numbers = [a for a in node.args if isinstance(a, int)]
-    if len(numbers) != len(node.args) or {"start", "end", "step"} & set(node.kwargs):
-        return Blocked(f"{node.name} is an arange with symbolic bounds")
-    start, step_by = (0, 1) if len(numbers) == 1 else (numbers[0], numbers[2] if len(numbers) > 2 else 1)
-    return Arange(start, step_by)
+    found = counted_from(node)
+    return Blocked(f"{node.name} is an arange with symbolic bounds") if found is None else Arange(*found)
 
 
 def _pointwise(node: fx.Node, layout: str) -> Step:
@@ -272,12 +268,7 @@ def _getitem(node: fx.Node, source: fx.Node, index: Any, layout: str) -> Step:
     tensors = [item for item in items if isinstance(item, fx.Node) and shape_of(item) is not None]
     if tensors and len(tensors) == len(items) == len(was):
         return _table(source, tensors, layout)
-    consumed = sum(1 for item in items if item is not None and item is not Ellipsis)
-    if Ellipsis in [item for item in items if not isinstance(item, fx.Node)]:
-        at = next(i for i, item in enumerate(items) if item is Ellipsis)
-        items[at : at + 1] = [_ALL] * (len(was) - consumed)
-    else:
-        items += [_ALL] * (len(was) - consumed)
+    items = every_axis(index, len(was))
     letters: list[str] = []
     axis = out = 0
     rows: fx.Node | None = None

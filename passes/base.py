@@ -35,6 +35,19 @@ class VerificationError(RuntimeError):
     """The compiler produced a graph that breaks its own rules: a defect, not a user's mistake."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Refusal(Exception):
+    """Why attention stays dense; carries a rejection's parts to the place that records it."""
+
+    code: str
+    explanation: str
+    hint: str
+
+    def at(self, where: str) -> Rejection:
+        """The same, of the module at this path."""
+        return Rejection(self.code, where, self.explanation, self.hint)
+
+
 class ContextSizedError(VerificationError):
     """The fast graph would work on the whole context, in a way that matching does not foresee."""
 

@@ -16,11 +16,11 @@ from torch import fx
 from sfi_compile.compat.dynamo import copy_graph_module, example, module_path
 from sfi_compile.passes import along, assemble, chains, flex, links
 from sfi_compile.passes.assemble import Assembler
-from sfi_compile.passes.base import Pass, Work
+from sfi_compile.passes.base import Pass, Refusal, Work
 from sfi_compile.passes.dataflow import DataFlow, live_nodes
 from sfi_compile.passes.products import Operand, is_product, product_of
 from sfi_compile.passes.shapes import shape_of
-from sfi_compile.passes.writes import Refusal, position_and_value
+from sfi_compile.passes.writes import position_and_value
 from sfi_compile.site import Form, Rejection
 
 _SDPA = frozenset(
@@ -30,8 +30,6 @@ _SDPA = frozenset(
         torch.ops.aten.scaled_dot_product_attention.default,
     }
 )
-_HINT = 'use scaled_dot_product_attention (attn_implementation="sdpa")'
-_NO_VALUES = ("attention written out: its weights are not multiplied with the values by a product", _HINT)
 _OPAQUE = {
     "multi_head_attention_forward": "nn.MultiheadAttention",
     "_native_multi_head_attention": "nn.MultiheadAttention",
@@ -55,14 +53,12 @@ class Canonicalise(Pass):
             try:
                 form = finder.form(node)
             except Refusal as refusal:
-                where = module_path(node)
-                forms.append(Rejection(refusal.code, where, refusal.explanation, refusal.hint))
+                forms.append(refusal.at(module_path(node)))
                 continue
             if form is not None:
                 forms.append(form)
-        forms += [
-            Rejection("softmax-chain", module_path(n), *_NO_VALUES) for n in module.graph.nodes if n in finder.open
-        ]
+        loose = chains.refusal("its weights are not multiplied with the values by a product")
+        forms += [loose.at(module_path(node)) for node in module.graph.nodes if node in finder.open]
         module.graph.lint()
         module.recompile()
         return dataclasses.replace(work, graph=module, forms=tuple(forms), queries=tuple(finder.queries))
@@ -126,22 +122,12 @@ class _Finder:
             if fate == "output":
                 hint = "see TORCH_LOGS=graph_breaks; keep attention in one graph"
                 raise Refusal("split-attention", f"{node.name} leaves the graph before its softmax", hint)
-            explanation = f"attention written out: no softmax between {node.name} and the values"
-            raise Refusal("softmax-chain", explanation, _HINT)
+            raise chains.refusal(f"no softmax between {node.name} and the values")
 
     def _written_along(self, node: fx.Node, axis: int) -> bool:
         """Whether axis `axis` of a value is the one along which this step writes its tokens into a cache."""
         path = along.path(node, axis, self.flow)
-        if path.blocked is not None:
-            return path.blocked.grows
-        for leaf in path.leaves:
-            for write in self.flow.writes(leaf.source):
-                try:
-                    position_and_value(write, leaf.source, leaf.axis, "keys")
-                except Refusal:
-                    continue
-                return True
-        return False
+        return path.blocked.grows if path.blocked is not None else self._new_tokens(path) is not None
 
     def _holds_attention(self, node: fx.Node) -> bool:
         """Whether a graph that a node runs (of a checkpoint, a cond) has an attention node."""
@@ -184,7 +170,7 @@ class _Finder:
                 if not self._reaches_cache(output):
                     continue
                 self.open -= links.products_above(softmax.all_input_nodes)
-                raise Refusal("softmax-chain", f"attention written out: {output.name} is not known", _HINT)
+                raise chains.refusal(f"{output.name} is not known")
             values = [f for f in (product.left, product.right) if f.node is not path[-1]]
             over_cache = [f for f in values if self._from_cache(f.node, f.letters.find(product.contracted))]
             if over_cache:
@@ -206,7 +192,8 @@ class _Finder:
                 if self.flow.order[found.scores.node] < self.flow.order[write] < self.flow.order[output]:
                     raise Refusal("stale-read", f"{write.name} comes between scores and output", "write first")
         with self.module.graph.inserting_before(output):
-            new_tokens = self._new_tokens(values.node, values.letters.find(contracted))
+            axis = values.letters.find(contracted)
+            new_tokens = self._new_tokens(along.path(values.node, axis, self.flow))
             node, result, repeats = assemble.chain(self.builder, found, new_tokens)
             if example(result).dtype != example(output).dtype:
                 result = self.builder.method("to", result, example(output).dtype)
@@ -217,9 +204,8 @@ class _Finder:
         if axis < 0:
             return False
         path = along.path(node, axis, self.flow)
-        if path.blocked is None or path.blocked.grows:
-            return path.blocked is not None or any(self.flow.writes(leaf.source) for leaf in path.leaves)
-        return self._reaches_cache(node)
+        known = path.blocked is None or path.blocked.grows
+        return along.is_cached(path, self.flow) if known else self._reaches_cache(node)
 
     def _reaches_cache(self, node: fx.Node) -> bool:
         """Whether a value depends on a written input of three axes or more, other than through attention."""
@@ -233,12 +219,12 @@ class _Finder:
             frontier += new
         return False
 
-    def _new_tokens(self, node: fx.Node, axis: int) -> int | None:
-        """Positions that the step writes into the cache behind axis `axis` of a value; None if that cannot be told."""
-        for leaf in along.path(node, axis, self.flow).leaves:
+    def _new_tokens(self, path: along.Path) -> int | None:
+        """Positions that the step writes into the cache at the end of a path; None if that cannot be told."""
+        for leaf in path.leaves:
             for write in self.flow.writes(leaf.source):
                 try:
                     return position_and_value(write, leaf.source, leaf.axis, "values")[1]
                 except Refusal:
-                    return None
+                    continue
         return None

@@ -15,11 +15,11 @@ import torch
 from torch import fx
 
 from sfi_compile.compat.dynamo import example
+from sfi_compile.passes.base import Refusal
 from sfi_compile.passes.dataflow import DataFlow, mutated_argument
 from sfi_compile.passes.links import CASTS, REGROUPS, products_above, softmax_input
 from sfi_compile.passes.products import Product, order_of, product_of
 from sfi_compile.passes.shapes import CAT, SAME, is_pointwise, name_of, shape_of
-from sfi_compile.passes.writes import Refusal
 
 BLOCKING = -5000.0
 """Logits that a mask sets to less than this get no weight, whatever they were."""
@@ -46,7 +46,6 @@ class Term:
 class Chain:
     """softcap(scale · query · keyᵀ) + terms → softmax, beside sinks → · value."""
 
-    softmax: fx.Node
     scores: Product
     order: tuple[int, ...] | None
     """The permutation that follows the scores; None: none."""
@@ -67,6 +66,12 @@ class Chain:
     output: Product
     links: tuple[fx.Node, ...]
     """All nodes of the chain."""
+
+
+def refusal(why: str) -> Refusal:
+    """Of attention that is written out in a way that is not known."""
+    hint = 'use scaled_dot_product_attention (attn_implementation="sdpa")'
+    return Refusal("softmax-chain", f"attention written out: {why}", hint)
 
 
 class _Reader:
@@ -92,13 +97,13 @@ class _Reader:
             changed = [w for w in self.flow.reaching_writes(node, reader) if w is not node]
             if changed and self.flow.order[changed[-1]] > self.flow.order[node]:
                 if _named(changed[-1]) is not _named(node):
-                    self._stop(f"{changed[-1].name} changes the logits through a view")
+                    self.stopped = f"{changed[-1].name} changes the logits through a view"
                     return None
                 node = changed[-1]
             self.links.append(node)
             shape = shape_of(node)
             if shape is None or len(shape) < 2:
-                self._stop(f"{node.name} is no matrix")
+                self.stopped = f"{node.name} is no matrix"
                 return None
             if not self.shapes or self.shapes[-1] != shape:
                 self.shapes.append(shape)
@@ -108,13 +113,9 @@ class _Reader:
                 return found if known else None
             above = self._link(node, shape)
             if above is None:
-                self._stop(self.stopped or f"{name_of(node)} on the way to the softmax is not known")
+                self.stopped = self.stopped or f"{name_of(node)} on the way to the softmax is not known"
                 return None
             node, reader = above, node
-
-    def _stop(self, why: str) -> None:
-        """Say why the walk ends."""
-        self.stopped = why
 
     def _term(self, kind: str, node: fx.Node, factor: float, shape: tuple[int, ...]) -> bool:
         if self.softcap or self.order is not None or self.factors:
@@ -276,19 +277,14 @@ def read(softmax: fx.Node, links: list[fx.Node], output: fx.Node, flow: DataFlow
     Raises:
         Refusal: a link is not known.
     """
-    hint = 'use scaled_dot_product_attention (attn_implementation="sdpa")'
-
-    def refuse(why: str) -> Refusal:
-        return Refusal("softmax-chain", f"attention written out: {why}", hint)
-
     source = softmax_input(softmax)
     last = product_of(output)
     if source is None or last is None:
-        raise refuse("its softmax is not over the last axis, or its product with the values is not known")
+        raise refusal("its softmax is not over the last axis, or its product with the values is not known")
     reader = _Reader(flow)
     scores = reader.up(source, softmax)
     if scores is None:
-        raise refuse(reader.stopped)
+        raise refusal(reader.stopped)
     order: tuple[int, ...] | None = None
     cut = False
     for link in links[1:]:
@@ -298,26 +294,25 @@ def read(softmax: fx.Node, links: list[fx.Node], output: fx.Node, flow: DataFlow
         if link.target is operator.getitem and not cut:
             cut = _cuts_sinks(link, reader)
             if not cut:
-                raise refuse(f"{link.name} takes a part of the weights")
+                raise refusal(f"{link.name} takes a part of the weights")
         elif name in REGROUPS and (shape_of(link) or ())[-1:] != (shape_of(link.args[0]) or ())[-1:]:  # type: ignore[arg-type]
-            raise refuse(f"{link.name} regroups the context")
+            raise refusal(f"{link.name} regroups the context")
         elif is_pointwise(link) and name not in CASTS:
-            raise refuse(f"{name} changes the weights")
+            raise refusal(f"{name} changes the weights")
         elif order_of(link) is not None:
             if order is not None:
-                raise refuse(f"{link.name} permutes the weights twice")
+                raise refusal(f"{link.name} permutes the weights twice")
             order = order_of(link)
         elif order is not None and name in REGROUPS:
-            raise refuse(f"{link.name} regroups permuted weights")
+            raise refusal(f"{link.name} regroups permuted weights")
     if (reader.sinks is not None) != cut:
-        raise refuse("columns beside the logits, which are not cut off after the softmax")
+        raise refusal("columns beside the logits, which are not cut off after the softmax")
     for link in (*reader.links, *links):
         strange = [w for w in flow.writes(link) if w not in reader.links and flow.origin(link).op != "placeholder"]
         if any(flow.order[w] < flow.order[output] for w in strange):
-            raise refuse(f"{strange[0].name} changes it in place")
+            raise refusal(f"{strange[0].name} changes it in place")
     scale = reader.factor * scores.factor
     return Chain(
-        softmax=softmax,
         scores=scores,
         order=reader.order,
         scale=scale,

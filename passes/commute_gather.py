@@ -224,15 +224,12 @@ class Commuter:
         """The op of `node` on shorter operands; where it names sizes, with the shorter ones."""
         name = name_of(node)
         source = node.args[0] if node.args else None
-        reshapes = name in ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze")
-        if (reshapes or name in ("expand", "expand_as", "broadcast_to")) and isinstance(source, fx.Node):
+        if name in along.VIEWS | along.EXPANSIONS and isinstance(source, fx.Node):
             value = done[source] if source in done else self._operand(source)
             shape = self._shape(node, axis, position)
-            return (
-                self.builder.call(torch.reshape, value, shape)
-                if reshapes
-                else self.builder.method("expand", value, *shape)
-            )
+            if name in along.VIEWS:
+                return self.builder.call(torch.reshape, value, shape)
+            return self.builder.method("expand", value, *shape)
         for operand in node.all_input_nodes:
             if operand not in done:
                 done[operand] = self._operand(operand)

@@ -11,8 +11,8 @@ from torch import fx
 from sfi_compile.compat.dynamo import example
 from sfi_compile.passes import assemble
 from sfi_compile.passes.assemble import Assembler
+from sfi_compile.passes.base import Refusal
 from sfi_compile.passes.shapes import shape_of
-from sfi_compile.passes.writes import Refusal
 from sfi_compile.site import Form
 
 _HINT = "keep score_mod None and express the mask in mask_mod, or use scaled_dot_product_attention"

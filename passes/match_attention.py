@@ -15,11 +15,10 @@ from torch import fx
 
 from sfi_compile.compat.dynamo import example, module_path
 from sfi_compile.passes import along
-from sfi_compile.passes.base import MOST_QUERIES, Pass, Work
+from sfi_compile.passes.base import MOST_QUERIES, Pass, Refusal, Work
 from sfi_compile.passes.dataflow import DataFlow
 from sfi_compile.passes.reads import cache_read, check_position, checked_mask
 from sfi_compile.passes.shapes import shape_of
-from sfi_compile.passes.writes import Refusal
 from sfi_compile.site import Form, Guard, MatchResult, Rejection, Site
 
 
@@ -46,8 +45,7 @@ def match(graph: fx.Graph, forms: tuple[Form | Rejection, ...]) -> MatchResult:
         try:
             site = _site(form, flow)
         except Refusal as refusal:
-            where = module_path(form.original)
-            rejections.append(Rejection(refusal.code, where, refusal.explanation, refusal.hint))
+            rejections.append(refusal.at(module_path(form.original)))
             continue
         if site is not None:
             sites.append(site)
@@ -75,7 +73,7 @@ def _site(form: Form, flow: DataFlow) -> Site | None:
     _, kv_heads, context, _ = shape_of(key) or ()
     if query_len > MOST_QUERIES:
         raise Refusal("query-length", f"{query_len} new tokens in one step", f"feed at most {MOST_QUERIES} a step")
-    if context == query_len and not _is_cached(key, flow):
+    if context == query_len and not along.is_cached(along.path(key, 2, flow), flow):
         return None  # a short prompt over its own tokens
     keys = cache_read(key, "keys", form.node, flow)
     values = cache_read(value, "values", form.node, flow)
@@ -113,12 +111,6 @@ def _site(form: Form, flow: DataFlow) -> Site | None:
         context_sources=(*keys.sources, *values.sources, *traced.sources),
         kept=traced.kept,
     )
-
-
-def _is_cached(key: fx.Node, flow: DataFlow) -> bool:
-    """Whether keys come from something that this step writes into, or makes longer."""
-    found = along.path(key, 2, flow)
-    return (found.blocked is not None and found.blocked.grows) or any(flow.writes(n.source) for n in found.leaves)
 
 
 def _guard(sites: list[Site], forms: tuple[Form | Rejection, ...], graph: fx.Graph, flow: DataFlow) -> Guard:

@@ -13,9 +13,10 @@ from torch import fx
 
 from sfi_compile.compat.dynamo import example
 from sfi_compile.passes import along, axes
+from sfi_compile.passes.base import Refusal
 from sfi_compile.passes.dataflow import DataFlow
 from sfi_compile.passes.shapes import shape_of
-from sfi_compile.passes.writes import Refusal, position_and_value
+from sfi_compile.passes.writes import position_and_value
 from sfi_compile.site import CacheWrite
 
 STATIC_HINT = 'use a preallocated cache: StaticCache, or generate(cache_implementation="static")'

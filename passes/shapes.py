@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch import fx
@@ -49,6 +50,22 @@ def shape_of(node: fx.Node) -> tuple[int, ...] | None:
 def name_of(node: fx.Node) -> str:
     """The method's or function's plain name."""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+
+
+def every_axis(index: Any, rank: int) -> list[Any]:
+    """The items of an index into a tensor of `rank` axes, with one for every axis, and None for every new one."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    missing = rank - sum(item is not None and item is not Ellipsis for item in items)
+    at = next((i for i, item in enumerate(items) if item is Ellipsis), len(items))
+    return [*items[:at], *[slice(None)] * missing, *items[at + 1 :]]
+
+
+def counted_from(node: fx.Node) -> tuple[int, int] | None:
+    """(start, step) of an `arange` whose bounds are numbers; None of any other."""
+    numbers = [a for a in node.args if isinstance(a, int)]
+    if len(numbers) != len(node.args) or {"start", "end", "step"} & set(node.kwargs):
+        return None
+    return (0, 1) if len(numbers) == 1 else (numbers[0], numbers[2] if len(numbers) > 2 else 1)
 
 
 def is_pointwise(node: fx.Node) -> bool:

@@ -5,7 +5,6 @@ Raises `Refusal` for all others. Analysis only, for `reads`.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import operator
 from typing import Any
@@ -14,17 +13,8 @@ import torch
 from torch import fx
 
 from sfi_compile.compat.dynamo import distance, example
-from sfi_compile.passes.shapes import name_of, shape_of
-
-
-@dataclasses.dataclass(frozen=True)
-class Refusal(Exception):
-    """Carries a rejection's parts to the one place that records it."""
-
-    code: str
-    explanation: str
-    hint: str
-
+from sfi_compile.passes.base import Refusal
+from sfi_compile.passes.shapes import every_axis, name_of, shape_of
 
 _Written = tuple[fx.Node | int, int, fx.Node, bool]
 """First position (or all), count, value, whether the value lacks the axis: as in `CacheWrite`."""
@@ -73,10 +63,7 @@ def _at_index(target: Any, index: Any, value: Any, root: fx.Node, axis: int) -> 
     """`root[:, :, position] = value`, the position a tensor, a number or a slice."""
     if not _all_of(target, root) or not isinstance(value, fx.Node):
         return None
-    items = list(index) if isinstance(index, tuple) else [index]
-    if Ellipsis in [i for i in items if not isinstance(i, fx.Node)]:
-        at = next(i for i, item in enumerate(items) if item is Ellipsis)
-        items[at : at + 1] = [slice(None)] * (len(shape_of(root) or ()) - len(items) + 1)
+    items = every_axis(index, len(shape_of(root) or ()))
     if len(items) <= axis or any(item != slice(None) for i, item in enumerate(items) if i != axis):
         return None
     return _place(items[axis], value)

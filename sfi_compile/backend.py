@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx
 
 from sfi_compile import diagnostics
-from sfi_compile.compat.dynamo import example, is_last_recompilation, needs_gradients
+from sfi_compile.compat.dynamo import example, has_symbols, is_last_recompilation, needs_gradients
 from sfi_compile.compat.inductor import compile_graph, mode_patches
 from sfi_compile.config import Config, within
 from sfi_compile.cost_model import CostModel, SiteShape
@@ -90,7 +90,8 @@ def analyse(gm: fx.GraphModule, survey: Work) -> Work:
     config = survey.config
     if not survey.matched.sites:
         return survey  # before any size is pinned: what stays dense may stay dynamic
-    work = pipeline.run(pipeline.ANALYSIS, Work(config, gm))
+    # Without symbolic numbers there is nothing to pin, and the survey has said it all.
+    work = pipeline.run(pipeline.ANALYSIS, Work(config, gm)) if has_symbols(gm.graph) else survey
     sites = work.matched.sites
     config = within(config, max(s.context for s in sites))
     work = dataclasses.replace(work, config=config)
@@ -164,7 +165,7 @@ def _guard_inputs(match: MatchResult, module: fx.GraphModule) -> GuardInputs:
         tokens=None if guard.tokens is None else inputs.index(guard.tokens),
         lengths=tuple(lengths),
         watched=tuple(sorted(inputs.index(n) for n in watched)),
-        constants=tuple(inputs.index(n) for n in constants),
+        identical=tuple(inputs.index(n) for n in (*constants, *(() if guard.telling else (guard.write.root,)))),
         telling=guard.telling,
         root=inputs.index(guard.write.root),
         axis=guard.write.axis,

@@ -47,8 +47,8 @@ class GuardInputs:
     watched: tuple[int, ...]
     """Inputs that nobody else may change while a memory lives: all cache roots, and what keys and values are computed
     from beside them."""
-    constants: tuple[int, ...]
-    """Those of them that are no caches."""
+    identical: tuple[int, ...]
+    """Those of them that must be the same objects: all that are no caches; the root, too, where it is not telling."""
     telling: bool
     """Whether the fingerprint depends on the tokens before it."""
     root: int
@@ -84,8 +84,7 @@ class DecodeRunner:
         self.next_position: int | None = None
         self.fingerprint: Tensor | None = None
         self.marks: list[Any] = []
-        self.root: Callable[[], Tensor | None] = lambda: None
-        self.constants: list[weakref.ref[Tensor]] = []
+        self.known: list[weakref.ref[Tensor]] = []
         self.lock = threading.Lock()
         self.warned: set[RowStatus] = set()
         diagnostics.runners.add(self)
@@ -190,10 +189,9 @@ class DecodeRunner:
         apart (the keys of a first layer depend on token and position alone), the root must be the same object, too, and
         have a version counter, which `inference_mode` does not keep.
         """
-        root: Tensor = args[self.guard.root]
-        if not self.guard.telling and (self.root() is not root or root.is_inference()):
+        if not self.guard.telling and args[self.guard.root].is_inference():
             return False
-        if any(known() is not args[i] for known, i in zip(self.constants, self.guard.constants, strict=True)):
+        if any(known() is not args[i] for known, i in zip(self.known, self.guard.identical, strict=True)):
             return False  # another tensor, perhaps where the last one was
         return self.marks == self._marks(args)
 
@@ -260,5 +258,5 @@ class DecodeRunner:
             self.fingerprint = torch.empty_like(row, memory_format=torch.contiguous_format)
         self.fingerprint.copy_(row)
         self.next_position = position + 1
-        self.root, self.marks = weakref.ref(root), self._marks(args)
-        self.constants = [weakref.ref(args[i]) for i in self.guard.constants]
+        self.marks = self._marks(args)
+        self.known = [weakref.ref(args[i]) for i in self.guard.identical]

@@ -47,6 +47,14 @@ def size_hint(size: int | torch.SymInt) -> int:
     return size if isinstance(size, int) else int(size.node.hint)
 
 
+def has_symbols(graph: fx.Graph) -> bool:
+    """Whether any number or size of a graph may be another one in another call."""
+    symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
+    values = [example(node) for node in graph.nodes]
+    sizes = [size for value in values if isinstance(value, torch.Tensor) for size in value.shape]
+    return any(isinstance(value, symbolic) for value in (*values, *sizes))
+
+
 def distance(start: Any, stop: Any) -> int | None:
     """`stop - start` of two whole numbers, or nodes of such, if it is the same in every call; else None."""
     values = [example(n) if isinstance(n, fx.Node) else n for n in (start, stop)]

@@ -5,6 +5,8 @@ Shapes: B rows, Hq query heads, Hkv KV heads, Q queries, N positions allocated, 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -124,14 +126,5 @@ def memory_attention(
 
 
 @fake_of(memory_attention)
-def _(
-    q: Tensor,
-    mem_k: Tensor,
-    mem_v: Tensor,
-    held: Tensor,
-    mask: Tensor,
-    scale: float,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def _(q: Tensor, mem_k: Tensor, mem_v: Tensor, *_: Any) -> Tensor:
     return q.new_empty(*q.shape[:3], mem_v.shape[-1])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -147,19 +148,7 @@ def dense_attention(
 
 
 @fake_of(dense_attention)
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor,
-    slow_rows: Tensor,
-    extent: Tensor,
-    scale: float,
-    status: Tensor,
-    context: Tensor,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     rows = q.shape[1] // k.shape[1] * q.shape[2]
     logits = q.new_empty(q.shape[0], k.shape[1], rows, k.shape[2], dtype=torch.float32)
     return q.new_empty(*q.shape[:3], v.shape[-1]), logits
