@@ -37,11 +37,12 @@ def pack_mask(mask: Tensor, query_heads: int, kv_heads: int, query_len: int) -> 
     return mask.expand(batch, query_heads, query_len, size).reshape(batch, kv_heads, group * query_len, size)
 
 
-def apply_mask(logits: Tensor, mask: Tensor) -> Tensor:
-    """Bool: False becomes -inf. Float: added, in the wider of both types."""
+def apply_mask(logits: Tensor, mask: Tensor, fill: Tensor | None = None) -> Tensor:
+    """Bool: False becomes -inf. Float: added, in the wider of both types. With `fill`, -inf becomes that instead."""
+    filled = NEG_INF if fill is None else fill.to(logits.dtype)
     if mask.dtype == torch.bool:
-        return torch.where(mask, logits, NEG_INF)
-    return logits + mask
+        return torch.where(mask, logits, filled)
+    return logits + mask if fill is None else torch.where(mask == NEG_INF, filled, logits + mask)
 
 
 def capped(logits: Tensor, softcap: float) -> Tensor:
@@ -67,13 +68,12 @@ def may_attend(mask: Tensor) -> Tensor:
     """Where a mask lets anything through.
 
     A float mask blocks with -inf, its dtype's minimum, -1e9 or -1e4: whatever is so far below the largest of its row
-    that its weight is zero.
+    that its weight is zero. So where all of a row has one such number, other than -inf, nothing is blocked.
     """
     if mask.dtype == torch.bool:
         return mask
     wide = mask.double()
-    largest = wide.amax(-1, keepdim=True)
-    return (wide > largest - BLOCKED) & (largest > torch.finfo(mask.dtype).min / 2)
+    return wide - wide.amax(-1, keepdim=True) > -BLOCKED
 
 
 def over_memory(
@@ -84,6 +84,7 @@ def over_memory(
     scale: float,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    fill: Tensor | None = None,
 ) -> Tensor:
     """Attention over the packed memory.
 
@@ -95,6 +96,8 @@ def over_memory(
         scale: factor of the logits.
         softcap: see `capped`.
         sinks: [1 or B, 1 or Hq, 1 or Q, C], logits that take weight and give nothing.
+        fill: what blocked logits become, a float that broadcasts to [B, Hkv, G*Q, S]. None: they have no weight, and a
+            query that may attend to nothing gets zeros.
 
     Returns:
         [B, Hq, Q, Dv] in q's dtype; logits and softmax in float32 (float64 for float64).
@@ -104,9 +107,11 @@ def over_memory(
     packed = pack_queries(q, mem_k.shape[1]).to(wide)
     logits = capped(torch.matmul(packed, mem_k.to(wide).transpose(-1, -2)) * scale, softcap)
     columns = None if sinks is None else pack_sinks(sinks, q.shape[1], mem_k.shape[1], q.shape[2])
-    masked = apply_mask(logits, mask)
-    # A head may be allowed nothing: zeros, as in `dense_row`, not 0/0.
-    weights = weights_of(masked, columns).masked_fill(masked.amax(-1, keepdim=True) == NEG_INF, 0.0)
+    masked = apply_mask(logits, mask, fill)
+    weights = weights_of(masked, columns)
+    if fill is None:
+        # A head may be allowed nothing: zeros, as in `dense_row`, not 0/0.
+        weights = weights.masked_fill(masked.amax(-1, keepdim=True) == NEG_INF, 0.0)
     return unpack_queries(torch.matmul(weights.to(mem_v.dtype), mem_v), q.shape[1])
 
 
@@ -118,6 +123,7 @@ def dense_row(
     scale: float,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    fill: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Dense attention of one row.
 
@@ -129,10 +135,12 @@ def dense_row(
         scale: factor of the logits.
         softcap: see `capped`.
         sinks: [Hkv, G*Q, C], logits that take weight and give nothing.
+        fill: [1 or Hkv, 1 or G*Q, 1 or N], what blocked logits become. None: they have no weight, and a query that may
+            attend to nothing gets zeros.
 
     Returns:
-        output [Hkv, G*Q, Dv] in q's dtype, and the masked logits [Hkv, G*Q, N], float32 (float64 for float64); zero
-        for a query that may attend to nothing where others may.
+        output [Hkv, G*Q, Dv] in q's dtype, and the masked logits [Hkv, G*Q, N], float32 (float64 for float64); without
+        `fill`, zero for a query that may attend to nothing where others may.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     scaled = q.to(wide) * scale
@@ -143,10 +151,10 @@ def dense_row(
         logits = torch.stack([scaled[h] @ k[h].to(wide).T for h in range(k.shape[0])])
     logits = capped(logits, softcap)
     if mask is not None:
-        logits = apply_mask(logits, mask)
+        logits = apply_mask(logits, mask, fill)
     weights = weights_of(logits, sinks)
-    if mask is not None:
-        # As in eager attention, a query that may attend to nothing gets zeros, not 0/0.
+    if mask is not None and fill is None:
+        # As in scaled_dot_product_attention, a query that may attend to nothing gets zeros, not 0/0.
         nothing = logits.amax(-1, keepdim=True) == NEG_INF
         weights = weights.masked_fill_(nothing, 0.0)
         if mask.shape[:-1] != (1, 1):

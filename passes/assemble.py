@@ -46,6 +46,7 @@ def finished(
     scale: float,
     softcap: float = 0.0,
     sinks: fx.Node | None = None,
+    fill: fx.Node | None = None,
 ) -> tuple[fx.Node, bool]:
     """`sfi::attention` over (q, k, v, mask), and whether heads were repeated."""
     q, k, v, mask = tensors
@@ -61,7 +62,7 @@ def finished(
     dtypes = tuple(example(n).dtype for n in (q, bare_k, bare_v))
     if len(set(dtypes)) != 1:
         raise Refusal("dtype", f"query, keys, values are {dtypes}", "keep the cache in the model's dtype, no autocast")
-    node = builder.call(torch.ops.sfi.attention.default, q, bare_k, bare_v, mask, scale, softcap, sinks)
+    node = builder.call(torch.ops.sfi.attention.default, q, bare_k, bare_v, mask, scale, softcap, sinks, fill)
     node.meta["nn_module_stack"] = original.meta.get("nn_module_stack", {})
     return node, bare_k is not k and k_shape[1] != query_heads
 
@@ -154,13 +155,15 @@ def chain(builder: Assembler, found: Chain, new_tokens: int | None) -> tuple[fx.
         if len(shape_of(n) or ()) != 4:
             raise refusal(f"{what} {shape_of(n)} for {batch} rows of {kv_heads} heads")
     context = (shape_of(k) or ())[2]
-    mask = _mask(builder, found, heads, context, example(q).device)
+    terms = [(term, _term(builder, term, heads)) for term in found.terms]
+    mask = _mask(builder, terms, context, example(q).device)
+    fill = _fill(builder, terms, found.forgives, example(q).device)
     sinks = None
     if found.sinks is not None:
         sinks = _regrouped(builder, found.sinks, (*found.sinks_shape[:-1], (shape_of(found.sinks) or ())[-1]), heads)
     q = scaled(builder, q, found.factors)
     tensors = (q, k, v, mask)
-    node, repeats = finished(builder, found.output.node, tensors, found.scale, found.softcap, sinks)
+    node, repeats = finished(builder, found.output.node, tensors, found.scale, found.softcap, sinks, fill)
     sizes = dict(zip(found.output.letters, shape_of(found.output.node) or (), strict=True))
     result = shaped(builder, node, tuple(sizes[letter] for letter in out_letters))
     if out_letters != found.output.letters:
@@ -262,15 +265,19 @@ def _regrouped(builder: Assembler, node: fx.Node, shape: tuple[int, ...], heads:
     return shaped(builder, node, (*sizes, own[-1]))
 
 
-def _mask(builder: Assembler, found: Chain, heads: Heads, context: int, device: torch.device) -> fx.Node:
+_Terms = list[tuple[Term, fx.Node | None]]
+"""Terms from the softmax upwards, each with a node that broadcasts to [B, Hq, Q, context]: bool of what is kept, or
+float of what is added; None of a floor."""
+
+
+def _mask(builder: Assembler, terms: _Terms, context: int, device: torch.device) -> fx.Node:
     """All terms in one: bool if they only let through and block, else float."""
     allowed: fx.Node | None = None
     added: fx.Node | None = None
-    for term in found.terms:
-        node = _term(builder, term, heads, example(found.scores.node).dtype)
+    for term, node in terms:
         if term.kind == "add":
             added = node if added is None else builder.call(torch.add, added, node)
-        else:
+        elif node is not None:
             allowed = node if allowed is None else builder.call(operator.and_, allowed, node)
     if added is None:
         mask = everything(builder, context, device) if allowed is None else allowed
@@ -279,12 +286,42 @@ def _mask(builder: Assembler, found: Chain, heads: Heads, context: int, device: 
     return over_context(builder, mask, context, device)
 
 
-def _term(builder: Assembler, term: Term, heads: Heads, dtype: torch.dtype) -> fx.Node:
+def _fill(builder: Assembler, terms: _Terms, forgives: bool, device: torch.device) -> fx.Node | None:
+    """What the softmax sees where `_mask` is False or -inf: a float that broadcasts to it; None if it sees nothing.
+
+    It matters to a query whose tokens are all blocked: a softmax over equal numbers is a mean, one over -inf NaN.
+    """
+    fill: fx.Node | float = NEG_INF
+
+    def tensor(value: fx.Node | float, dtype: torch.dtype) -> fx.Node:
+        if isinstance(value, fx.Node):
+            return value
+        least = value if math.isinf(value) else max(value, torch.finfo(dtype).min)
+        return builder.call(torch.full, (1, 1, 1, 1), least, dtype=dtype, device=device)
+
+    for i, (term, node) in enumerate(reversed(terms)):
+        number = term.number
+        if term.kind == "add":
+            fill = fill if fill == NEG_INF else builder.call(torch.add, tensor(fill, term.dtype), node)
+        elif term.kind == "floor":
+            fill = builder.call(torch.clamp, fill, min=number) if isinstance(fill, fx.Node) else max(fill, number)
+        elif i == 0 or fill == number:
+            fill = number
+        else:
+            fill = builder.call(torch.where, node, tensor(fill, term.dtype), tensor(number, term.dtype))
+    if not terms or (fill == NEG_INF and forgives):
+        return None
+    return tensor(fill, terms[0][0].dtype)
+
+
+def _term(builder: Assembler, term: Term, heads: Heads) -> fx.Node | None:
+    if term.node is None:
+        return None
     node = _regrouped(builder, term.node, term.shape, heads)
     if term.kind == "add" and not example(node).dtype.is_floating_point:
-        node = builder.method("to", node, dtype)  # numbers, not a mask
+        node = builder.method("to", node, term.dtype)  # numbers, not a mask
     if term.kind == "drop":
         return builder.call(torch.logical_not, node)
-    if term.kind == "add" and term.factor != 1.0:
-        return builder.call(torch.mul, node, term.factor)
+    if term.kind == "add" and term.number != 1.0:
+        return builder.call(torch.mul, node, term.number)
     return node

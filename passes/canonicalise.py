@@ -186,7 +186,7 @@ class _Finder:
             explanation = f"attention written out: its weights are also used by {outside.name}"
             raise Refusal("weights-used", explanation, "do not ask for attention weights (output_attentions=False)")
         operands = [f.node for f in (found.scores.left, found.scores.right, values)]
-        operands += [*(term.node for term in found.terms), *found.factors, *([found.sinks] if found.sinks else [])]
+        operands += [n for n in (*(term.node for term in found.terms), *found.factors, found.sinks) if n is not None]
         for operand in operands:
             for write in self.flow.writes(operand):
                 if self.flow.order[found.scores.node] < self.flow.order[write] < self.flow.order[output]:

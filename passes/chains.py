@@ -35,11 +35,15 @@ class Term:
     """What is done to the logits beside the product."""
 
     kind: str
-    """"add": added · "keep", "drop": a bool mask of what may, or may not, be attended to."""
-    node: fx.Node
-    factor: float
+    """"add": added · "keep", "drop": a bool mask of what may, or may not, be attended to · "floor": the least logit."""
+    node: fx.Node | None
+    """None of a floor."""
+    number: float
+    """The factor of what is added; what the logits that are masked become; the floor."""
     shape: tuple[int, ...]
     """Of the logits that it broadcasts to, [..., queries, context]."""
+    dtype: torch.dtype
+    """Of those logits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +70,8 @@ class Chain:
     output: Product
     links: tuple[fx.Node, ...]
     """All nodes of the chain."""
+    forgives: bool
+    """A softmax over nothing gives zeros, not NaN."""
 
 
 def refusal(why: str) -> Refusal:
@@ -109,7 +115,7 @@ class _Reader:
                 self.shapes.append(shape)
             found = product_of(node)
             if found is not None:
-                known = found.added is None or self._term("add", found.added, self.factor * found.weight, shape)
+                known = found.added is None or self._term("add", found.added, self.factor * found.weight, node)
                 return found if known else None
             above = self._link(node, shape)
             if above is None:
@@ -117,11 +123,13 @@ class _Reader:
                 return None
             node, reader = above, node
 
-    def _term(self, kind: str, node: fx.Node, factor: float, shape: tuple[int, ...]) -> bool:
+    def _term(self, kind: str, node: fx.Node | None, number: float, logits: fx.Node) -> bool:
         if self.softcap or self.order is not None or self.factors:
+            if node is None:
+                return True  # nothing can have been masked yet
             self.stopped = f"{node.name} is added before softcap, scale or transposition"
             return False
-        self.terms.append(Term(kind, node, factor, shape))
+        self.terms.append(Term(kind, node, number, shape_of(logits) or (), example(logits).dtype))
         return True
 
     def _link(self, node: fx.Node, shape: tuple[int, ...]) -> fx.Node | None:
@@ -156,7 +164,7 @@ class _Reader:
         if name in _SUBS and isinstance(other, fx.Node) and node.kwargs.get("alpha", 1) == 1:
             if self._is_maximum(other, source):
                 return source if self._may_shift() else None
-            return source if self._term("add", other, -self.factor, shape) else None
+            return source if self._term("add", other, -self.factor, node) else None
         if name in _MULS or name in _DIVS:
             return self._scaled(node, source, other)
         if name in ("tanh", "tanh_") and not self.softcap:
@@ -166,17 +174,19 @@ class _Reader:
             return source
         if name in _FILLS:
             value = args[2] if len(args) > 2 else node.kwargs.get("value")
-            return source if self._masks("drop", other, value, shape) else None
+            return source if self._masks("drop", other, value, node) else None
         if name == "where" and len(args) == 3:
             kind, logits, value = (
                 ("keep", args[1], args[2]) if self._is_logits(args[1], shape) else ("drop", args[2], args[1])
             )
-            return logits if isinstance(logits, fx.Node) and self._masks(kind, source, value, shape) else None
+            return logits if isinstance(logits, fx.Node) and self._masks(kind, source, value, node) else None
         if name in ("max", "maximum", "clamp", "clamp_min"):
             least = other if other is not None else node.kwargs.get("min")
             bounded = len(args) > 2 or node.kwargs.get("max") is not None
             number = self._number(least)
-            return source if number is not None and number * self.factor <= BLOCKING and not bounded else None
+            if number is None or number * self.factor > BLOCKING or bounded or self.factor < 0:
+                return None
+            return source if self._term("floor", None, number * self.factor, node) else None
         if name in CAT and self.sinks is None:
             return self._beside(node, shape)
         return None
@@ -192,7 +202,7 @@ class _Reader:
             if isinstance(bias, (int, float)):
                 return logits if self._may_shift() else None
             if isinstance(bias, fx.Node) and (len(pairs) == 1 or products_above([logits])):
-                return logits if self._term("add", bias, self.factor, shape) else None
+                return logits if self._term("add", bias, self.factor, node) else None
         return None
 
     def _may_shift(self) -> bool:
@@ -214,11 +224,11 @@ class _Reader:
             return logits
         return None
 
-    def _masks(self, kind: str, mask: Any, value: Any, shape: tuple[int, ...]) -> bool:
+    def _masks(self, kind: str, mask: Any, value: Any, logits: fx.Node) -> bool:
         number = self._number(value)
         if not isinstance(mask, fx.Node) or number is None or number * self.factor > BLOCKING:
             return False
-        return example(mask).dtype == torch.bool and self._term(kind, mask, 1.0, shape)
+        return example(mask).dtype == torch.bool and self._term(kind, mask, number * self.factor, logits)
 
     def _beside(self, node: fx.Node, shape: tuple[int, ...]) -> fx.Node | None:
         """Sinks: further columns, after the tokens'."""
@@ -326,6 +336,7 @@ def read(softmax: fx.Node, links: list[fx.Node], output: fx.Node, flow: DataFlow
         weights_order=order,
         output=last,
         links=(*reversed(reader.links), *links, output),
+        forgives=any(name_of(link) == "nan_to_num" for link in links),
     )
 
 

@@ -104,9 +104,11 @@ def _guard_site(
     work: Work,
 ) -> fx.Node:
     """Replace one canonical attention node, and what it stands for; the node that now holds its value."""
-    names = ["q", "k", "v", "mask", *(["sinks"] if site.sinks is not None else []), "sfi_position", *SHARED, *PER_SITE]
+    given = {"q": site.query, "k": site.key, "v": site.value, "mask": site.mask, "sinks": site.sinks, "fill": site.fill}
+    named = {name: n for name, n in given.items() if n is not None}
+    names = [*named, "sfi_position", *SHARED, *PER_SITE]
     operands = (
-        *(n for n in (site.query, site.key, site.value, site.mask, site.sinks) if n is not None),
+        *named.values(),
         *(inputs[name] for name in ("sfi_position", *SHARED)),
         *(inputs[f"{name}_{number}"] for name in PER_SITE),
     )
@@ -168,10 +170,11 @@ def _slow_branch(b: Builder, n: dict[str, fx.Node], site: Site, work: Work) -> f
     rows, status = n["sfi_slow_rows"], n["sfi_status"]
     # Fast rows first: `pack` then rewrites the memory of the slow rows, whatever was appended to it.
     remembered = _fast_branch(b, n, site, work) if site.batch > 1 else None
-    layout = memory_layout(site, work.config)
+    layout: tuple[Any, ...] = memory_layout(site, work.config)
+    layout += (True,) if site.fill is not None else ()
     extent, log_position, held = _parts(b, 3, sfi.frame.default, n["mask"], rows, n["sfi_position"], spec, *layout)
     attended = (n["q"], n["k"], n["v"], n["mask"], rows, extent)
-    scale, *rest = _form(site, n)
+    scale, *rest = _form(site, n) if site.fill is None else (site.scale, site.softcap, n.get("sinks"), n["fill"])
     found = (status, n["sfi_context"])
     out, logits = _parts(b, 2, sfi.dense_attention.default, *attended, scale, *found, *rest)
     selected = b.call(sfi.select.default, logits, n["k"], rows, status, extent, log_position, spec)

@@ -67,8 +67,8 @@ def _alike(sites: list[Site], graph: fx.Graph, flow: DataFlow) -> tuple[list[Sit
 
 
 def _site(form: Form, flow: DataFlow) -> Site | None:
-    arguments: Any = (*form.node.args, *(0.0, None)[len(form.node.args) - 5 :])
-    query, key, value, mask, scale, softcap, sinks = arguments
+    arguments: Any = (*form.node.args, *(0.0, None, None)[len(form.node.args) - 5 :])
+    query, key, value, mask, scale, softcap, sinks, fill = arguments
     batch, query_heads, query_len, key_dim = shape_of(query) or ()
     _, kv_heads, context, _ = shape_of(key) or ()
     if query_len > MOST_QUERIES:
@@ -97,6 +97,7 @@ def _site(form: Form, flow: DataFlow) -> Site | None:
         scale=scale,
         softcap=softcap,
         sinks=sinks,
+        fill=fill,
         writes=writes,
         batch=batch,
         query_heads=query_heads,

@@ -25,7 +25,8 @@ log = logging.getLogger("sfi_compile")
 
 _WARNINGS = {
     RowStatus.NOT_FINITE: "attention of row {row} is not finite at position {position}; it stays dense",
-    RowStatus.AHEAD: "the mask lets row {row} attend to positions after the one written, {position}; it stays dense",
+    RowStatus.AHEAD: "row {row} attends to positions after the one written, {position}: its mask lets them through, or "
+    "blocks all of them with a number that is not -inf; it stays dense",
 }
 
 

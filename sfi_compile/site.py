@@ -97,6 +97,8 @@ class Site:
     """Logits x become `softcap * tanh(x / softcap)` before the mask; 0: they do not."""
     sinks: fx.Node | None
     """[1 or batch, 1 or query_heads, 1 or query_len, columns]: logits that take weight and give nothing."""
+    fill: fx.Node | None
+    """What the model's own softmax sees where the mask blocks, broadcastable like the mask. None: nothing."""
     writes: tuple[CacheWrite, ...]
     """Every write into what keys and values come from; the first is of the keys."""
     batch: int

@@ -22,6 +22,7 @@ def attention(
     scale: float,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    fill: Tensor | None = None,
 ) -> Tensor:
     """Dense attention of all rows.
 
@@ -33,12 +34,15 @@ def attention(
         scale: factor of the logits.
         softcap: logits x become `softcap * tanh(x / softcap)` before the mask; 0: they do not.
         sinks: [1 or B, 1 or Hq, 1 or Q, C], logits that take weight and give nothing.
+        fill: what logits become that the mask blocks with False or -inf, a float that broadcasts to [B, Hq, Q, N].
+            None: they have no weight, and a query that may attend to nothing gets zeros.
 
     Returns:
         [B, Hq, Q, Dv].
     """
-    packed = kernels.pack_mask(mask, q.shape[1], k.shape[1], q.shape[2])
-    return kernels.over_memory(q, k, v, packed, scale, softcap, sinks)
+    sizes = q.shape[1], k.shape[1], q.shape[2]
+    filled = None if fill is None else kernels.pack_mask(fill, *sizes)
+    return kernels.over_memory(q, k, v, kernels.pack_mask(mask, *sizes), scale, softcap, sinks, filled)
 
 
 @fake_of(attention)

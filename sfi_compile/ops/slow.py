@@ -34,7 +34,13 @@ def _refreshing(slow_rows: Tensor, status: Tensor) -> list[int]:
 
 @operator(reads_flags=True)
 def frame(
-    mask: Tensor, slow_rows: Tensor, position: Tensor, spec: str, selected_end: int, slots: int
+    mask: Tensor,
+    slow_rows: Tensor,
+    position: Tensor,
+    spec: str,
+    selected_end: int,
+    slots: int,
+    filled: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What a refresh needs that is the same for every site under one mask. Of the slow rows; undefined in others.
 
@@ -45,10 +51,12 @@ def frame(
         spec: `SelectorSpec.to_text()`.
         selected_end: first slot of the recent segment (sink + k_head).
         slots: slots of the memory.
+        filled: blocked logits become a number, so that a query whose tokens are all blocked attends to all.
 
     Returns:
-        extent int64 [B, 3]: tokens that the last query may attend to with any head, one past the last token that any
-            query may attend to (at least 1), and whether that comes after the position;
+        extent int64 [B, 3]: tokens that the last query attends to with any head, one past the last token that any
+            query attends to (at least 1), and whether that comes after the position, or all tokens of a query are
+            blocked;
         log_position float32 [B, N], the selector's, -inf off its candidates;
         held int64 [B, slots]: the support but for the selected tokens, -1 for empty.
     """
@@ -58,11 +66,16 @@ def frame(
     log_position = torch.full((extent.shape[0], size), attention.NEG_INF, device=mask.device)
     held = torch.full((extent.shape[0], slots), -1, dtype=torch.int64, device=mask.device)
     for b in _flagged(slow_rows):
-        by_query = attention.may_attend(mask[b if mask.shape[0] > 1 else 0]).any(0)
+        attended = attention.may_attend(mask[b if mask.shape[0] > 1 else 0])
+        if filled:
+            sees = attended.any(-1, keepdim=True)
+            attended = attended | ~sees
+            extent[b, 2] = ~sees.all()
+        by_query = attended.any(0)
         allowed, read = by_query[-1], by_query.any(0)
         extent[b, 0] = allowed.sum()
         extent[b, 1] = (read * torch.arange(1, size + 1, device=mask.device)).max().clamp_min(1)
-        extent[b, 2] = extent[b, 1] > last + 1
+        extent[b, 2] |= extent[b, 1] > last + 1
         candidates = support.candidates(allowed, last, parsed.sink, parsed.recent)
         log_position[b] = selector.log_position(candidates, parsed)
         held[b] = support.frame(allowed, last, parsed.sink, parsed.recent, selected_end, slots)
@@ -71,7 +84,13 @@ def frame(
 
 @fake_of(frame)
 def _(
-    mask: Tensor, slow_rows: Tensor, position: Tensor, spec: str, selected_end: int, slots: int
+    mask: Tensor,
+    slow_rows: Tensor,
+    position: Tensor,
+    spec: str,
+    selected_end: int,
+    slots: int,
+    filled: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch = slow_rows.shape[0]
     return (
@@ -94,6 +113,7 @@ def dense_attention(
     context: Tensor,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    fill: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Dense attention of the slow rows, exactly under the site's mask; logits are the by-product.
 
@@ -110,6 +130,8 @@ def dense_attention(
         context: int64 [B], written for slow rows: raised to the number of valid tokens.
         softcap: logits x become `softcap * tanh(x / softcap)` before the mask; 0: they do not.
         sinks: [1 or B, 1 or Hq, 1 or Q, C], logits that take weight and give nothing.
+        fill: what logits become that the mask blocks with False or -inf, a float that broadcasts to [B, Hq, Q, N].
+            None: they have no weight, and a query that may attend to nothing gets zeros.
 
     Returns:
         output [B, Hq, Q, Dv] (zero in fast rows), logits [B, Hkv, G*Q, N] float32 (-inf where masked; undefined in fast
@@ -124,16 +146,20 @@ def dense_attention(
     # One mask for all queries and heads, of the kind that only blocks.
     plain_mask = mask.dtype == torch.bool and packed_mask.shape[1:3] == (1, 1)
     columns = None if sinks is None else attention.pack_sinks(sinks, query_heads, kv_heads, query_len)
+    packed_fill = None if fill is None else attention.pack_mask(fill, query_heads, kv_heads, query_len)
     extents = extent.tolist()
     for b in _flagged(slow_rows):
         valid, length, ahead = extents[b]
         row_sinks = None if columns is None else columns[b if columns.shape[0] > 1 else 0]
         row_mask: Tensor | None = packed_mask[b if packed_mask.shape[0] > 1 else 0, ..., :length]
-        blocks = not plain_mask or valid < length
+        blocks = not plain_mask or ahead or valid < length
         # Slots past the length are masked, and may hold anything.
         row_mask = row_mask if blocks else None
+        row_fill = None
+        if packed_fill is not None and ahead:  # otherwise no weight comes of it
+            row_fill = packed_fill[b if packed_fill.shape[0] > 1 else 0, ..., :length]
         out[b], row_logits = attention.dense_row(
-            packed[b], k[b, :, :length], v[b, :, :length], row_mask, scale, softcap, row_sinks
+            packed[b], k[b, :, :length], v[b, :, :length], row_mask, scale, softcap, row_sinks, row_fill
         )
         logits[b, ..., :length] = row_logits
         logits[b, ..., length:] = attention.NEG_INF
@@ -142,7 +168,7 @@ def dense_attention(
             status[b].clamp_(min=RowStatus.SHORT)
         if not math.isfinite(out[b].abs().amax()):
             status[b].clamp_(min=RowStatus.NOT_FINITE)
-        if ahead:
+        elif ahead:
             status[b].clamp_(min=RowStatus.AHEAD)
     return attention.unpack_queries(out, query_heads), logits
 

@@ -17,4 +17,5 @@ class RowStatus(enum.IntEnum):
     SPLIT = 3
     """The sites write to different positions: dense, no memory."""
     AHEAD = 4
-    """The mask lets through positions after the one written (a ring buffer, say): dense, no memory."""
+    """A query attends to positions after the one written, because the mask lets them through (a ring buffer, say), or
+    blocks all with a number: dense, no memory."""

@@ -206,3 +206,26 @@ def test_positions_that_do_not_follow_each_other() -> None:
             expected = step(*copy.deepcopy(args))
             torch.testing.assert_close(forward(*args), expected)
     assert sfi_compile.stats().fast_steps == 0
+
+
+def test_a_row_of_which_all_is_blocked_with_a_number() -> None:
+    """Its softmax is a mean of all that is allocated, which no memory holds."""
+
+    def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor, given: Tensor) -> Tensor:
+        keys.index_copy_(2, pos, k)
+        values.index_copy_(2, pos, v)
+        mask = (given & (torch.arange(keys.shape[2]) <= pos))[:, None, None]
+        return (q @ keys.mT).masked_fill(~mask, -1e9).softmax(-1) @ values
+
+    keys, values = (torch.randn(2, 2, 32, 4, generator=torch.Generator().manual_seed(i)) for i in range(2))
+    given, kinds = torch.ones(2, 32, dtype=torch.bool), []
+    with torch.no_grad(), eager_lowering():
+        forward = torch.compile(step, backend="sfi", options=FULL)
+        for pos in range(12, 20):
+            given[1] = pos >= 16
+            q, k, v = torch.randn(3, 2, 2, 1, 4, generator=torch.Generator().manual_seed(pos))
+            args = q, k, v, keys, values, torch.tensor([pos]), given
+            expected, before = step(*copy.deepcopy(args)), sfi_compile.stats()
+            torch.testing.assert_close(forward(*args), expected)
+            kinds.append(kind_since(before))
+    assert kinds == ["slow"] * 5 + ["fast"] * 3

@@ -46,6 +46,7 @@ def test_every_field_of_a_site() -> None:
         "scale": 0.25,
         "softcap": 0.0,
         "sinks": None,
+        "fill": None,
         "writes": (
             CacheWrite(nodes["index_copy_"], nodes["l_keys_"], 2, 0, nodes["l_pos_"], 1, nodes["l_k_"]),
             CacheWrite(nodes["index_copy__1"], nodes["l_values_"], 2, 0, nodes["l_pos_"], 1, nodes["l_v_"]),
