@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 import sfi_compile.ops  # noqa: F401  (registers the sfi:: operators that passes emit and recognise)
-from sfi_compile.compat.dynamo import example, fake_mode_of
+from sfi_compile.compat.dynamo import example, fake_mode_of, size_hint
 from sfi_compile.config import Config
 from sfi_compile.cost_model import CostModel
 from sfi_compile.site import Form, MatchResult, Rejection
@@ -99,9 +99,23 @@ class Work:
         """Whether all attention of the graph is that of a prompt or a chunk of one, not of a decode step.
 
         Asks no symbolic size for its value, which would pin the graph to one prompt length. Dynamo never makes a size
-        of one symbolic, so a symbolic query length is a prompt's.
+        of one symbolic, so a symbolic query length is a prompt's, or that of the steps in `symbolic_step`.
         """
         return bool(self.queries) and all(isinstance(n, torch.SymInt) or n > MOST_QUERIES for n in self.queries)
+
+    @property
+    def symbolic_step(self) -> tuple[Rejection, ...]:
+        """Why all stays dense in a graph that `is_prompt`, but is now called for a step of a few tokens.
+
+        It serves any number of them, so nothing in it has the shapes that a memory needs.
+        """
+        few = [size_hint(n) for n in self.queries if isinstance(n, torch.SymInt) and size_hint(n) <= MOST_QUERIES]
+        if not few or not (self.matched.sites or self.matched.rejections):
+            return ()
+        explanation = f"a step of {few[0]} new tokens, whose number is symbolic, as Dynamo makes it after another one"
+        hint = "feed one number of tokens, or compile with dynamic=False, or call torch._dynamo.mark_static(ids, 1)"
+        # Whatever else stands against its sites may be of symbolic shapes alone.
+        return (Rejection("symbolic-tokens", "graph", explanation, hint),)
 
     @property
     def pays(self) -> bool:

@@ -51,7 +51,8 @@ def sfi(gm: fx.GraphModule, example_inputs: Sequence[Any], **settings: Any) -> C
         )
     survey = pipeline.run(pipeline.SURVEY, Work(config, gm))
     if survey.is_prompt:
-        return compile_graph(gm, example_inputs, patches)
+        _report(survey.symbolic_step, config)
+        return _left_dense(compile_graph(gm, example_inputs, patches), survey.symbolic_step)
     if needs_gradients(example_inputs):
         found: tuple[Rejection, ...] = (_GRADIENTS,) if survey.matched.sites or survey.matched.rejections else ()
         _report(found, config)

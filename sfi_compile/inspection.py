@@ -44,7 +44,7 @@ def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | 
         survey = pipeline.run(pipeline.SURVEY, Work(config, gm))
         if survey.is_prompt:
             several = Rejection("query-length", "graph", "the step has many new tokens", "feed one token per row")
-            found.append(Report((), (several,), None, None))
+            found.append(Report((), survey.symbolic_step or (several,), None, None))
             return
         work = analyse(gm, survey)
         if not work.matched.sites and not work.matched.rejections:

@@ -83,6 +83,7 @@ def test_several_tokens_in_one_step_are_dense_and_drop_the_memory(options: dict[
             at += sum(lengths)
     assert sfi_compile.stats().graphs == 1
     assert dynamo_graphs() <= 3  # one token, and the several tokens first static, then symbolic
+    assert [r.code for r in sfi_compile.stats().rejections] == ["symbolic-tokens"]
 
 
 def test_batch_size_and_dtype_change_between_calls() -> None:

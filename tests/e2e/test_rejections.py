@@ -214,6 +214,50 @@ def test_the_same_step_without_the_cause_is_rewritten() -> None:
     assert sfi_compile.stats().fast_steps == 5
 
 
+def several_tokens(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    keys.index_copy_(2, pos, k)
+    values.index_copy_(2, pos, v)
+    return SDPA(q, keys, values, attn_mask=(torch.arange(keys.shape[2]) <= pos[:, None])[None, None])
+
+
+def several_in_a_slice(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    """What is written is a slice of symbolic length."""
+    count = q.shape[2]
+    keys[:, :, 4 : 4 + count] = k
+    values[:, :, 4 : 4 + count] = v
+    return SDPA(q, keys, values)
+
+
+COUNTS: dict[str, tuple[Step, tuple[int, ...], bool | None, list[str], int]] = {
+    # step · tokens of each call · dynamic · codes · decode graphs
+    "another number": (several_tokens, (3, 3, 5, 4), None, ["symbolic-tokens"], 1),
+    "another slice": (several_in_a_slice, (3, 3, 5, 4), None, ["symbolic-tokens"], 1),
+    "a prompt before": (several_tokens, (20, 5), None, ["symbolic-tokens"], 0),
+    "prompts": (several_tokens, (20, 30, 9), None, [], 0),
+    "one number": (several_tokens, (3, 1, 1, 3), None, [], 2),
+    "static": (several_tokens, (3, 5), False, [], 2),
+    "dynamic": (several_tokens, (3, 3), True, ["symbolic-tokens"], 0),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_a_number_of_tokens_that_is_symbolic(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Dense, but not in silence, in the one graph that Dynamo makes for all numbers of tokens."""
+    step, counts, dynamic, expected, graphs = COUNTS[name]
+    keys, values = (torch.randn(1, 2, 96, 4, generator=torch.Generator().manual_seed(i)) for i in range(2))
+    with torch.no_grad(), eager_lowering(), caplog.at_level(logging.WARNING, "sfi_compile"):
+        forward = torch.compile(step, backend="sfi", options=FULL, dynamic=dynamic)
+        for i, count in enumerate(counts):
+            new = torch.randn(3, 1, 2, count, 4, generator=torch.Generator().manual_seed(count))
+            pos = torch.arange(sum(counts[:i]), sum(counts[: i + 1]))
+            wanted = step(*new, keys.clone(), values.clone(), pos)
+            torch.testing.assert_close(forward(*new, keys, values, pos), wanted)
+    assert [r.code for r in sfi_compile.stats().rejections] == expected
+    assert caplog.text.count("left dense") == len(expected)
+    assert sfi_compile.stats().graphs == graphs
+    assert dynamo_graphs() == 2 - (len(set(counts)) == 1)
+
+
 @pytest.mark.parametrize("name", ["cohere2", "t5", "mpt", "nanogpt"])
 def test_explain_says_what_the_backend_does_and_runs_nothing(name: str) -> None:
     decoder = BY_NAME[name]

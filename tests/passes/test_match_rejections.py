@@ -279,6 +279,7 @@ ELSEWHERE = {
     "no-attention": "tests/test_diagnostics.py",
     "graph-break": "tests/e2e/test_rejections.py",
     "context-work": "tests/e2e/test_rejections.py",
+    "symbolic-tokens": "tests/e2e/test_rejections.py",
     "rows": "tests/passes/test_chains.py",
     "weights-used": "tests/passes/test_chains.py",
 }
