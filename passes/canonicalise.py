@@ -14,13 +14,12 @@ import torch
 from torch import fx
 
 from sfi_compile.compat.dynamo import copy_graph_module, example, module_path
-from sfi_compile.passes import along, assemble, chains, flex, links
+from sfi_compile.passes import assemble, chains, flex, links, paths
 from sfi_compile.passes.assemble import Assembler
 from sfi_compile.passes.base import Pass, Refusal, Work
 from sfi_compile.passes.dataflow import DataFlow, live_nodes
 from sfi_compile.passes.products import Operand, is_product, product_of
 from sfi_compile.passes.shapes import shape_of
-from sfi_compile.passes.writes import position_and_value
 from sfi_compile.site import Form, Rejection
 
 _SDPA = frozenset(
@@ -57,8 +56,7 @@ class Canonicalise(Pass):
                 continue
             if form is not None:
                 forms.append(form)
-        loose = chains.refusal("its weights are not multiplied with the values by a product")
-        forms += [loose.at(module_path(node)) for node in module.graph.nodes if node in finder.open]
+        forms += finder.loose()
         module.graph.lint()
         module.recompile()
         return dataclasses.replace(work, graph=module, forms=tuple(forms), queries=tuple(finder.queries))
@@ -76,6 +74,8 @@ class _Finder:
         self.queries: list[Any] = []
         self.open: set[fx.Node] = set()
         """Scores over a cache that go into a softmax, of which no product with values was seen."""
+        self.unread: list[fx.Node] = []
+        """Softmaxes that are not known to be part of attention."""
 
     def form(self, node: fx.Node) -> Form | None:
         """The canonical form of the attention whose decisive node is `node`, if it is one."""
@@ -114,7 +114,7 @@ class _Finder:
             return
         for factor, other in ((product.left, product.right), (product.right, product.left)):
             columns = [i for i, n in enumerate(factor.letters) if n not in other.letters]
-            if not any(self._written_along(factor.node, axis) for axis in columns):
+            if not any(paths.is_written_along(factor.node, axis, self.flow) for axis in columns):
                 continue
             if fate == "softmax":
                 self.open.add(node)
@@ -124,10 +124,19 @@ class _Finder:
                 raise Refusal("split-attention", f"{node.name} leaves the graph before its softmax", hint)
             raise chains.refusal(f"no softmax between {node.name} and the values")
 
-    def _written_along(self, node: fx.Node, axis: int) -> bool:
-        """Whether axis `axis` of a value is the one along which this step writes its tokens into a cache."""
-        path = along.path(node, axis, self.flow)
-        return path.blocked.grows if path.blocked is not None else self._new_tokens(path) is not None
+    def loose(self) -> list[Rejection]:
+        """Attention over a cache of which, at the end, no form is known and nothing was said."""
+        lacks_product = chains.refusal("its weights are not multiplied with the values by a product")
+        found = [lacks_product.at(module_path(node)) for node in self.flow.nodes if node in self.open]
+        for softmax in self.unread:
+            source, axis = links.reduced(softmax) or (softmax, -1)
+            tokens = paths.context(source, axis, self.flow) if axis >= 0 else None
+            if tokens is None or links.products_above([source]) & self.open:
+                continue
+            self.queries += [tokens] if tokens else []
+            unknown = chains.refusal(f"{softmax.name} is over the tokens of a cache, and not between two products")
+            found.append(unknown.at(module_path(softmax)))
+        return found
 
     def _holds_attention(self, node: fx.Node) -> bool:
         """Whether a graph that a node runs (of a checkpoint, a cond) has an attention node."""
@@ -177,7 +186,26 @@ class _Finder:
                 self._seen(output, softmax.all_input_nodes[0])
                 self.open -= links.products_above(softmax.all_input_nodes)
                 return self._chain(softmax, path, output, over_cache[0], product.contracted)
+            self._refuse_given(softmax, output, values, product.contracted)
+        self.unread.append(softmax)
         return None  # of experts, of samples, of this step's own tokens
+
+    def _refuse_given(self, softmax: fx.Node, output: fx.Node, values: list[Operand], contracted: str) -> None:
+        """Cross-attention: keys and values are inputs that this step writes nothing into."""
+        source = links.softmax_input(softmax)
+        shape = shape_of(source) or () if source is not None else ()
+        if source is None or len(shape) < 2 or shape[-1] == shape[-2]:  # a token's own attention to its step
+            return
+        products = [p for p in map(product_of, links.products_above([source])) if p is not None]
+        factors = [(f, other) for p in products for f, other in ((p.left, p.right), (p.right, p.left))]
+        keys = {f.node: i for f, other in factors for i, n in enumerate(f.letters) if n not in other.letters}
+        given = [names for node, axis in keys.items() if (names := paths.is_given(node, axis, self.flow))]
+        for value in values:
+            names = paths.is_given(value.node, value.letters.find(contracted), self.flow)
+            if names and given:
+                self._seen(output, source)
+                explanation = f"this step writes nothing into {', '.join(dict.fromkeys((*given[0], *names)))}"
+                raise Refusal("no-cache-write", explanation, "cross-attention stays dense")
 
     def _chain(self, softmax: fx.Node, path: list[fx.Node], output: fx.Node, values: Operand, contracted: str) -> Form:
         found = chains.read(softmax, path, output, self.flow)
@@ -193,7 +221,7 @@ class _Finder:
                     raise Refusal("stale-read", f"{write.name} comes between scores and output", "write first")
         with self.module.graph.inserting_before(output):
             axis = values.letters.find(contracted)
-            new_tokens = self._new_tokens(along.path(values.node, axis, self.flow))
+            new_tokens = paths.new_tokens(paths.path(values.node, axis, self.flow), self.flow)
             node, result, repeats = assemble.chain(self.builder, found, new_tokens)
             if example(result).dtype != example(output).dtype:
                 result = self.builder.method("to", result, example(output).dtype)
@@ -203,9 +231,9 @@ class _Finder:
         """Whether axis `axis` of a value comes from a cache: an input that this step writes into, or makes longer."""
         if axis < 0:
             return False
-        path = along.path(node, axis, self.flow)
+        path = paths.path(node, axis, self.flow)
         known = path.blocked is None or path.blocked.grows
-        return along.is_cached(path, self.flow) if known else self._reaches_cache(node)
+        return paths.is_cached(path, self.flow) if known else self._reaches_cache(node)
 
     def _reaches_cache(self, node: fx.Node) -> bool:
         """Whether a value depends on a written input of three axes or more, other than through attention."""
@@ -218,13 +246,3 @@ class _Finder:
             seen.update(new)
             frontier += new
         return False
-
-    def _new_tokens(self, path: along.Path) -> int | None:
-        """Positions that the step writes into the cache at the end of a path; None if that cannot be told."""
-        for leaf in path.leaves:
-            for write in self.flow.writes(leaf.source):
-                try:
-                    return position_and_value(write, leaf.source, leaf.axis, "values")[1]
-                except Refusal:
-                    continue
-        return None

@@ -30,14 +30,32 @@ def is_softmax(node: fx.Node) -> bool:
     return node.op in ("call_function", "call_method") and name in ("softmax", "safe_softmax", "log_softmax")
 
 
-def softmax_input(node: fx.Node) -> fx.Node | None:
-    """The operand of a softmax over the last axis; None for any other node."""
-    if not is_softmax(node) or "log" in name_of(node):
-        return None
+def reduced(node: fx.Node) -> tuple[fx.Node, int] | None:
+    """What a softmax is taken of, and over which axis; None if it does not say, or leaves logarithms."""
     source = node.args[0] if node.args else node.kwargs.get("input")
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", node.kwargs.get("axis"))
     shape = shape_of(source) if isinstance(source, fx.Node) else None
-    return source if shape is not None and dim in (-1, len(shape) - 1) and isinstance(source, fx.Node) else None
+    if shape is None or not isinstance(source, fx.Node) or not isinstance(dim, int):
+        return None
+    return (source, dim % len(shape)) if "log" not in name_of(node) or _is_raised(node) else None
+
+
+def _is_raised(logarithm: fx.Node) -> bool:
+    """Whether logarithms become weights."""
+    frontier, seen = [logarithm], {logarithm}
+    while frontier:
+        users = [user for user in frontier.pop().users if user not in seen and is_link(user)]
+        if any(name_of(user).strip("_") in ("exp", "exp2") for user in users):
+            return True
+        seen.update(users)
+        frontier += users
+    return False
+
+
+def softmax_input(node: fx.Node) -> fx.Node | None:
+    """The operand of a softmax over the last axis; None for any other node."""
+    found = None if not is_softmax(node) or "log" in name_of(node) else reduced(node)
+    return found[0] if found is not None and found[1] == len(shape_of(found[0]) or ()) - 1 else None
 
 
 def products_above(nodes: Iterable[fx.Node]) -> set[fx.Node]:

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from sfi_compile.compat.dynamo import example, module_path
-from sfi_compile.passes import along
+from sfi_compile.passes import paths
 from sfi_compile.passes.base import MOST_QUERIES, Pass, Refusal, Work
 from sfi_compile.passes.dataflow import DataFlow
 from sfi_compile.passes.reads import cache_read, check_position, checked_mask
@@ -73,7 +73,7 @@ def _site(form: Form, flow: DataFlow) -> Site | None:
     _, kv_heads, context, _ = shape_of(key) or ()
     if query_len > MOST_QUERIES:
         raise Refusal("query-length", f"{query_len} new tokens in one step", f"feed at most {MOST_QUERIES} a step")
-    if context == query_len and not along.is_cached(along.path(key, 2, flow), flow):
+    if context == query_len and not paths.is_cached(paths.path(key, 2, flow), flow):
         return None  # a short prompt over its own tokens
     keys = cache_read(key, "keys", form.node, flow)
     values = cache_read(value, "values", form.node, flow)

@@ -21,6 +21,7 @@ from sfi_compile.passes import (
     flex,
     heads,
     links,
+    paths,
     products,
     reads,
     shapes,
@@ -54,7 +55,7 @@ def cache_key() -> str:
     """A digest of what a compiled graph depends on beside its nodes: the passes in their order, and the operators."""
     passes = (*ANALYSIS, *REWRITE)
     modules = {inspect.getmodule(type(one)): None for one in passes}
-    rules = (along, assemble, axes, base, chains, dataflow, flex, heads, links, products, reads, shapes, writes)
+    rules = (along, assemble, axes, base, chains, dataflow, flex, heads, links, paths, products, reads, shapes, writes)
     shared = (*rules, fast, form, slow, attention, selector, support)
     parts = [*map(repr, passes), *(inspect.getsource(module) for module in (*modules, *shared) if module is not None)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from sfi_compile.compat.dynamo import example
-from sfi_compile.passes import along, axes
+from sfi_compile.passes import along, axes, paths
 from sfi_compile.passes.base import Refusal
 from sfi_compile.passes.dataflow import DataFlow
 from sfi_compile.passes.shapes import shape_of
@@ -38,7 +38,7 @@ class CacheRead:
 
 def cache_read(node: fx.Node, what: str, attention: fx.Node, flow: DataFlow) -> CacheRead | None:
     """The cache behind keys or values [batch, heads, context, dim]; None if they are made in this step."""
-    found = along.path(node, 2, flow)
+    found = paths.path(node, 2, flow)
     if found.blocked is not None and found.blocked.grows:
         raise Refusal("growing-cache", f"{what}: {found.blocked.reason}", STATIC_HINT)
     if found.blocked is not None and not _reaches_input(node, flow):
@@ -47,7 +47,7 @@ def cache_read(node: fx.Node, what: str, attention: fx.Node, flow: DataFlow) -> 
         raise Refusal("not-commutable", f"{what}: {found.blocked.reason}", STATIC_HINT)
     if not found.leaves:
         return None
-    rows = along.path(node, 0, flow)
+    rows = paths.path(node, 0, flow)
     batch_axes = {leaf.source: leaf.axis for leaf in rows.leaves}
     writes: list[CacheWrite] = []
     constants: dict[fx.Node, None] = {}
@@ -159,9 +159,9 @@ def checked_mask(mask: fx.Node, full: tuple[int, ...], attention: fx.Node, flow:
     return found
 
 
-def _disturbing_write(found: axes.Trace | along.Path, attention: fx.Node, flow: DataFlow) -> fx.Node | None:
+def _disturbing_write(found: axes.Trace | paths.Path, attention: fx.Node, flow: DataFlow) -> fx.Node | None:
     """A write in place that makes a value differ from what is computed anew, at the attention node, from its leaves."""
-    own = found.filling if isinstance(found, along.Path) else frozenset()
+    own = found.filling if isinstance(found, paths.Path) else frozenset()
     for operand, reader in found.reads:
         for write in flow.writes(operand):
             if flow.order[reader] < flow.order[write] < flow.order[attention]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from sfi_compile.passes import along
+from sfi_compile.passes import along, paths
 from sfi_compile.passes.dataflow import DataFlow
 from tests.passes.toys import Recorded, record, tensor
 
@@ -88,7 +88,7 @@ FOLLOWED: dict[str, tuple[Callable[..., Any], int, int | None]] = {
 
 def whence(node: fx.Node, axis: int, flow: DataFlow, root: fx.Node) -> set[int]:
     """Axes of the input that the axis comes from, through intermediate nodes."""
-    found = along.path(node, axis, flow)
+    found = paths.path(node, axis, flow)
     assert found.blocked is None, found.blocked
     assert {leaf.source for leaf in found.leaves} <= {root}
     return {leaf.axis for leaf in found.leaves}
@@ -148,19 +148,19 @@ BLOCKED: dict[str, tuple[Callable[..., Any], int]] = {
 def test_blocked(name: str) -> None:
     function, axis = BLOCKED[name]
     _, node, flow = result(lambda t, i: (function(t, i), t.mean() + i.sum()), x, torch.arange(N))
-    assert along.path(node, axis, flow).blocked is not None
+    assert paths.path(node, axis, flow).blocked is not None
 
 
 def test_growing_says_so() -> None:
     _, node, flow = result(lambda t, new: torch.cat([t, new], 2), x, x[:, :, :1])
-    found = along.path(node, 2, flow).blocked
+    found = paths.path(node, 2, flow).blocked
     assert found is not None
     assert found.grows
 
 
 def test_broadcast_operands_lack_the_axis() -> None:
     recorded, node, flow = result(lambda t, w, one: t * w + one, x, tensor(D), tensor(1, 1, 1))
-    found = along.path(node, 2, flow)
+    found = paths.path(node, 2, flow)
     assert {n.name for n in found.fixed} == {"l_w_", "l_one_"}
     assert found.leaves == (along.Leaf(recorded.node("l_t_"), 2),)
 
@@ -176,7 +176,7 @@ def test_broadcast_operands_lack_the_axis() -> None:
 def test_what_mixes_positions_and_then_broadcasts_is_fixed(function: Callable[[Tensor], Tensor]) -> None:
     """Whether such an operand changes with the step is for whoever asked to find out."""
     recorded, node, flow = result(function, x)
-    fixed = along.path(node, 2, flow).fixed
+    fixed = paths.path(node, 2, flow).fixed
     assert any(recorded.node("l_t_") in flow.slice_of(n) for n in fixed)
 
 
@@ -188,7 +188,7 @@ def test_what_a_path_lists() -> None:
         tensor(9, D),
         torch.arange(N),
     )
-    found = along.path(node, 1, flow)
+    found = paths.path(node, 1, flow)
     assert {leaf.source.name for leaf in found.leaves} == {"l_t_", "l_i_"}
     assert {n.name for n in found.fixed} == {"l_scale_", "l_table_"}
     assert (recorded.node("l_table_"), "embedding") in {(a, b.name) for a, b in found.reads}
@@ -244,7 +244,7 @@ def one_value_for_all(t: Tensor, r: Tensor) -> Tensor:
 @pytest.mark.parametrize("function", [halves, copied])
 def test_assembled_from_parts(function: Callable[..., Tensor]) -> None:
     _, node, flow = result(function, x, tensor(B, H, N, 2))
-    found = along.path(node, 2, flow)
+    found = paths.path(node, 2, flow)
     assert found.blocked is None
     assert {leaf.source.name for leaf in found.leaves} == {"l_t_", "l_r_"}
     assert found.filling == set(flow.writes(node))
@@ -253,4 +253,4 @@ def test_assembled_from_parts(function: Callable[..., Tensor]) -> None:
 @pytest.mark.parametrize("function", [added, over_tokens, one_value_for_all])
 def test_not_assembled(function: Callable[..., Tensor]) -> None:
     _, node, flow = result(function, x, tensor(B, H, N, 2))
-    assert along.path(node, 2, flow).blocked is not None
+    assert paths.path(node, 2, flow).blocked is not None

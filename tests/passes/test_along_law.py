@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from sfi_compile.compat.dynamo import copy_graph_module
 from sfi_compile.config import Config
-from sfi_compile.passes import along
+from sfi_compile.passes import paths
 from sfi_compile.passes.base import Builder, Work
 from sfi_compile.passes.commute_gather import CommuteGather
 from sfi_compile.passes.dataflow import DataFlow
@@ -129,7 +129,7 @@ def check(steps: list[str], positions: list[int]) -> None:
     x, at = tensor(B, H, N, D, seed=3).double(), torch.tensor(positions)
     recorded = record(function, x, EXTRAS)
     output: Any = next(n for n in recorded.graph.nodes if n.op == "output")
-    blocked = along.path(output.args[0][0], 2, DataFlow(recorded.graph)).blocked
+    blocked = paths.path(output.args[0][0], 2, DataFlow(recorded.graph)).blocked
     assert blocked is None, blocked
     late, early, branch = selected(recorded.module, output.args[0][0].name, at, recorded.fresh())
     expected = function(x, EXTRAS).index_select(2, at)

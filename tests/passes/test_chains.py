@@ -318,43 +318,6 @@ def test_several_new_tokens(name: str) -> None:
     check_step(function, q, k, v, keys, values, torch.tensor([4, 5]))
 
 
-def unknown(change: Callable[[Tensor], Tensor]) -> Body:
-    return lambda q, k, v, m: chain(change(q @ repeated(k).mT), repeated(v), m)
-
-
-REFUSED: dict[str, Body] = {
-    "a function of the scores": unknown(lambda s: s.square()),
-    "scores over other tokens": unknown(lambda s: s.cumsum(-1)),
-    "a scale per head": unknown(lambda s: s * torch.arange(HQ).reshape(1, -1, 1, 1)),
-    "filled with a number that does not block": unknown(lambda s: s.masked_fill(s.detach() > 1, -2.0)),
-    "a limit that matters": unknown(lambda s: s.clamp_min(-1.0)),
-    "a softcap of masked scores": lambda q, k, v, m: (
-        ((q @ repeated(k).mT + bias_of(m)).tanh() * 2).softmax(-1) @ repeated(v)
-    ),
-    "sinks that are not cut off": lambda q, k, v, m: (
-        torch.cat([q @ repeated(k).mT, torch.zeros(B, HQ, 1, 1).double()], -1).softmax(-1)
-        @ torch.cat([repeated(v), repeated(v)[:, :, :1]], 2)
-    ),
-    "a part of the weights": lambda q, k, v, m: (
-        (q @ repeated(k).mT + bias_of(m)).softmax(-1)[..., : N - 1] @ repeated(v)[:, :, : N - 1]
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_links_that_are_not_known(name: str) -> None:
-    sites, found = codes(step_of(REFUSED[name]), *given())
-    assert sites == 0
-    assert set(found) <= {"softmax-chain", "not-commutable"}
-
-
-def test_dropout() -> None:
-    def body(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
-        return F.dropout((q @ repeated(k).mT * S + bias_of(m)).softmax(-1), 0.1) @ repeated(v)
-
-    assert codes(step_of(body), *given()) == (0, ["dropout"])
-
-
 def test_attention_by_rows_beside_attention_by_heads() -> None:
     """A cache without a batch axis [heads, context, dim], in a graph whose other cache has one."""
 
@@ -382,44 +345,3 @@ def test_an_output_projection_is_not_another_attention() -> None:
         return chain((q @ up) @ repeated(k).mT * S, repeated(k), m) @ up
 
     assert codes(step_of(body), *given()) == (1, [])
-
-
-def test_weights_that_are_masked_again() -> None:
-    """Not known, but for what it is: the softmax is there."""
-
-    def body(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
-        return (q @ repeated(k).mT).masked_fill(~m, INF).softmax(-1).masked_fill(~m, 0.0) @ repeated(v)
-
-    sites, found = codes(step_of(body), *given())
-    assert (sites, found) == (0, ["softmax-chain"])
-
-
-def test_weights_that_are_also_an_output() -> None:
-    """As with `output_attentions=True`: the whole context is read in any case."""
-
-    def body(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
-        weights = (q @ repeated(k).mT * S).masked_fill(~m, INF).softmax(-1)
-        return weights @ repeated(v), weights
-
-    assert codes(step_of(body), *given()) == (0, ["weights-used"])
-
-
-UNKNOWN: dict[str, Callable[..., Tensor]] = {
-    "a bound above": lambda s, v: s.clamp(-1e4, 1.0).softmax(-1) @ v,
-    "a difference with a factor": lambda s, v: torch.sub(s, s.detach() * 0 + 1, alpha=3).softmax(-1) @ v,
-    "a shift under a softcap": lambda s, v: (torch.tanh((s + 2.0) / 3) * 3).softmax(-1) @ v,
-    "a shift beside sinks": lambda s, v: torch.cat([s + 2.0, s[..., :1]], -1).softmax(-1)[..., :-1] @ v,
-    "weights by a logarithm": lambda s, v: s.log_softmax(-1).exp() @ v,
-    "weights by hand": lambda s, v: (s.exp() / s.exp().sum(-1, keepdim=True)) @ v,
-    "values by hand": lambda s, v: (s.softmax(-1).mT * v).sum(2, keepdim=True),
-}
-
-
-@pytest.mark.parametrize("tail", UNKNOWN.values(), ids=UNKNOWN.keys())
-def test_links_that_are_not_known_are_named(tail: Callable[..., Tensor]) -> None:
-    def body(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
-        return tail((q @ repeated(k).mT * S).masked_fill(~m, -1e9), repeated(v))
-
-    sites, found = codes(step_of(body), *given())
-    assert sites == 0
-    assert set(found) == {"softmax-chain"}
