@@ -15,7 +15,7 @@ from sfi_compile.passes.base import Builder, Refusal
 from sfi_compile.passes.chains import Chain, Term, refusal
 from sfi_compile.passes.dataflow import DataFlow
 from sfi_compile.passes.heads import without_repetition
-from sfi_compile.passes.products import Operand, unpermuted
+from sfi_compile.passes.products import Operand, Product, unpermuted
 from sfi_compile.passes.shapes import name_of, shape_of
 
 NEG_INF = float("-inf")
@@ -67,13 +67,11 @@ def finished(
     return node, bare_k is not k and k_shape[1] != query_heads
 
 
-def scaled(builder: Assembler, query: fx.Node, factors: tuple[Any, ...]) -> fx.Node:
-    """The query times numbers that the graph computes, multiplied in float32 and rounded once."""
+def scaled(builder: Assembler, query: fx.Node, factor: Any, by: Any = torch.mul) -> fx.Node:
+    """The query times what the graph computes, multiplied in float32 and rounded once."""
     dtype = example(query).dtype
-    for factor in factors:
-        wide = builder.method("to", query, torch.promote_types(dtype, torch.float32))
-        query = builder.method("to", builder.call(torch.mul, wide, factor), dtype)
-    return query
+    wide = builder.method("to", query, torch.promote_types(dtype, torch.float32))
+    return builder.method("to", builder.call(by, wide, factor), dtype)
 
 
 def shaped(builder: Assembler, node: fx.Node, shape: tuple[int, ...]) -> fx.Node:
@@ -133,17 +131,12 @@ def chain(builder: Assembler, found: Chain, new_tokens: int | None) -> tuple[fx.
     Raises:
         Refusal: axes that do not come to [batch, heads, queries, context].
     """
-    letters = found.scores.letters
-    if found.order is not None:
-        letters = "".join(letters[i] for i in found.order)
-    lead, row, column = letters[:-2], letters[-2], letters[-1]
-    contracted = found.scores.contracted
-    left, right = found.scores.left, found.scores.right
-    query, key = (right, left) if column in left.letters else (left, right)
-    if len(contracted) != 1 or column in query.letters or row in key.letters:
-        raise refusal("the product of queries and keys has other axes than those")
-    q = arranged(builder, query, lead + row + contracted)
-    k = arranged(builder, key, lead + column + contracted)
+    q, k = _queries_and_keys(builder, found.scores, found.order)
+    for product, scale in found.others:
+        more_q, more_k = _queries_and_keys(builder, product, None)
+        if scale != found.scale:
+            more_q = scaled(builder, more_q, scale / found.scale)
+        q, k = _side_by_side(builder, q, more_q), _side_by_side(builder, k, more_k)
     v, out_letters = _values(builder, found)
     heads = _heads(found, q, k, new_tokens)
     batch, kv_heads = heads.batch, heads.kv_heads
@@ -161,7 +154,9 @@ def chain(builder: Assembler, found: Chain, new_tokens: int | None) -> tuple[fx.
     sinks = None
     if found.sinks is not None:
         sinks = _regrouped(builder, found.sinks, (*found.sinks_shape[:-1], (shape_of(found.sinks) or ())[-1]), heads)
-    q = scaled(builder, q, found.factors)
+    for f in found.factors:
+        factor = _regrouped(builder, f.node, (*f.shape[:-1], 1), heads) if f.shape else f.node
+        q = scaled(builder, q, factor, torch.div if f.divides else torch.mul)
     tensors = (q, k, v, mask)
     node, repeats = finished(builder, found.output.node, tensors, found.scale, found.softcap, sinks, fill)
     sizes = dict(zip(found.output.letters, shape_of(found.output.node) or (), strict=True))
@@ -169,6 +164,30 @@ def chain(builder: Assembler, found: Chain, new_tokens: int | None) -> tuple[fx.
     if out_letters != found.output.letters:
         result = builder.call(torch.permute, result, tuple(out_letters.index(n) for n in found.output.letters))
     return node, result, repeats
+
+
+def _queries_and_keys(builder: Assembler, product: Product, order: tuple[int, ...] | None) -> tuple[fx.Node, fx.Node]:
+    """Queries [lead..., rows, dim] and keys [lead..., context, dim] of a product."""
+    letters = product.letters if order is None else "".join(product.letters[i] for i in order)
+    lead, row, column = letters[:-2], letters[-2], letters[-1]
+    contracted, left, right = product.contracted, product.left, product.right
+    query, key = (right, left) if column in left.letters else (left, right)
+    if len(contracted) != 1 or column in query.letters or row in key.letters:
+        raise refusal("the product of queries and keys has other axes than those")
+    return arranged(builder, query, lead + row + contracted), arranged(builder, key, lead + column + contracted)
+
+
+def _side_by_side(builder: Assembler, one: fx.Node, other: fx.Node) -> fx.Node:
+    """The features of two products: what is summed over in both."""
+    leads = [(shape_of(n) or ())[:-1] for n in (one, other)]
+    if len(leads[0]) != len(leads[1]):
+        raise refusal(f"products of {leads[0]} and {leads[1]} are added")
+    both = tuple(map(max, *leads))
+    parts = [
+        n if lead == both else builder.method("expand", n, *both, -1)
+        for n, lead in zip((one, other), leads, strict=True)
+    ]
+    return builder.call(torch.cat, parts, -1)
 
 
 def _values(builder: Assembler, found: Chain) -> tuple[fx.Node, str]:

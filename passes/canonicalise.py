@@ -160,7 +160,7 @@ class _Finder:
         with self.module.graph.inserting_before(node):
             scale = (shapes[0] or ())[-1] ** -0.5 if given.get("scale") is None else given["scale"]
             if not isinstance(scale, (int, float)):
-                query, scale = assemble.scaled(self.builder, query, (scale,)), 1.0
+                query, scale = assemble.scaled(self.builder, query, scale), 1.0
             context, device = (shapes[1] or ())[2], example(key).device
             if mask is None:
                 mask = assemble.everything(self.builder, context, device)
@@ -213,11 +213,14 @@ class _Finder:
         if outside is not None:
             explanation = f"attention written out: its weights are also used by {outside.name}"
             raise Refusal("weights-used", explanation, "do not ask for attention weights (output_attentions=False)")
-        operands = [f.node for f in (found.scores.left, found.scores.right, values)]
-        operands += [n for n in (*(term.node for term in found.terms), *found.factors, found.sinks) if n is not None]
+        products = [found.scores, *(product for product, _ in found.others)]
+        operands = [values.node, *(f.node for p in products for f in (p.left, p.right))]
+        others = (*(term.node for term in found.terms), *(factor.node for factor in found.factors), found.sinks)
+        operands += [n for n in others if n is not None]
+        first = min(self.flow.order[p.node] for p in products)
         for operand in operands:
             for write in self.flow.writes(operand):
-                if self.flow.order[found.scores.node] < self.flow.order[write] < self.flow.order[output]:
+                if first < self.flow.order[write] < self.flow.order[output]:
                     raise Refusal("stale-read", f"{write.name} comes between scores and output", "write first")
         with self.module.graph.inserting_before(output):
             axis = values.letters.find(contracted)

@@ -47,15 +47,27 @@ class Term:
 
 
 @dataclasses.dataclass(frozen=True)
+class Factor:
+    """A tensor or number computed in the graph that scales the logits."""
+
+    node: fx.Node
+    divides: bool
+    shape: tuple[int, ...]
+    """Of the logits, to which it broadcasts, the same for all of the context; empty for a number."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Chain:
     """softcap(scale · query · keyᵀ) + terms → softmax, beside sinks → · value."""
 
     scores: Product
+    others: tuple[tuple[Product, float], ...]
+    """Products that are added to the scores, each with its scale."""
     order: tuple[int, ...] | None
     """The permutation that follows the scores; None: none."""
     scale: float
-    factors: tuple[fx.Node, ...]
-    """Numbers computed in the graph that scale the logits as well."""
+    factors: tuple[Factor, ...]
+    """What scales the logits as well."""
     softcap: float
     terms: tuple[Term, ...]
     sinks: fx.Node | None
@@ -86,7 +98,8 @@ class _Reader:
     def __init__(self, flow: DataFlow) -> None:
         self.flow = flow
         self.factor = 1.0
-        self.factors: list[fx.Node] = []
+        self.factors: list[Factor] = []
+        self.others: list[tuple[Product, float]] = []
         self.softcap = 0.0
         self.terms: list[Term] = []
         self.sinks: fx.Node | None = None
@@ -124,10 +137,10 @@ class _Reader:
             node, reader = above, node
 
     def _term(self, kind: str, node: fx.Node | None, number: float, logits: fx.Node) -> bool:
-        if self.softcap or self.order is not None or self.factors:
+        if self.softcap or self.order is not None or self.factors or self.others:
             if node is None:
                 return True  # nothing can have been masked yet
-            self.stopped = f"{node.name} is added before softcap, scale or transposition"
+            self.stopped = f"{node.name} is added before softcap, scale, transposition or sum"
             return False
         self.terms.append(Term(kind, node, number, shape_of(logits) or (), example(logits).dtype))
         return True
@@ -150,8 +163,8 @@ class _Reader:
             kept = (shape_of(source) or ())[-1:] == shape[-1:] and self.order is None
             return source if kept else None
         if order_of(node) is not None:
-            if self.order is not None:
-                return None  # a second permutation
+            if self.order is not None or self.others:
+                return None  # a second permutation, or of one product alone
             self.order = order_of(node)
             return source
         if name in _ADDS:
@@ -168,7 +181,7 @@ class _Reader:
         if name in _MULS or name in _DIVS:
             return self._scaled(node, source, other)
         if name in ("tanh", "tanh_") and not self.softcap:
-            if self.factors or self.factor <= 0:
+            if self.factors or self.others or self.factor <= 0:
                 return None
             self.softcap = self.factor
             return source
@@ -196,7 +209,7 @@ class _Reader:
             return None
         if all(isinstance(n, fx.Node) and products_above([n]) for n in (source, other)):
             self.stopped = f"{node.name} adds two products"
-            return None
+            return self._two_products(node, source, other)
         pairs = [(a, b) for a, b in ((source, other), (other, source)) if self._is_logits(a, shape)]
         for logits, bias in pairs:
             if isinstance(bias, (int, float)):
@@ -204,6 +217,17 @@ class _Reader:
             if isinstance(bias, fx.Node) and (len(pairs) == 1 or products_above([logits])):
                 return logits if self._term("add", bias, self.factor, node) else None
         return None
+
+    def _two_products(self, node: fx.Node, source: Any, other: Any) -> Any:
+        """Logits that are the sum of two products, as one product of all features of both would be."""
+        reader = _Reader(self.flow)
+        product = reader.up(other, node)
+        plain = not (reader.terms or reader.softcap or reader.factors or reader.others or reader.sinks or reader.order)
+        if product is None or not plain or self.order is not None:
+            return None
+        self.others.append((product, self.factor * reader.factor * product.factor))
+        self.links += reader.links
+        return source
 
     def _may_shift(self) -> bool:
         """Whether a number added to all logits changes nothing: no softcap, no sinks before the softmax."""
@@ -218,11 +242,13 @@ class _Reader:
         if number is not None and number:
             self.factor *= 1.0 / number if divides else number
             return logits
-        computed = isinstance(by, fx.Node) and math.prod(shape_of(by) or ()) == 1
-        if computed and not divides:
-            self.factors.append(by)
-            return logits
-        return None
+        own, shape = shape_of(by) if isinstance(by, fx.Node) else None, shape_of(node) or ()
+        single = math.prod(own or ()) == 1
+        by_query = own is not None and own[-1:] == (1,) and len(own) <= len(shape) and self.order is None
+        if not isinstance(by, fx.Node) or self.others or not (single or by_query):
+            return None
+        self.factors.append(Factor(by, divides, () if own is None else shape))
+        return logits
 
     def _masks(self, kind: str, mask: Any, value: Any, logits: fx.Node) -> bool:
         number = self._number(value)
@@ -322,8 +348,11 @@ def read(softmax: fx.Node, links: list[fx.Node], output: fx.Node, flow: DataFlow
         if any(flow.order[w] < flow.order[output] for w in strange):
             raise refusal(f"{strange[0].name} changes it in place")
     scale = reader.factor * scores.factor
+    if not scale:
+        raise refusal("its scale is zero")
     return Chain(
         scores=scores,
+        others=tuple(reader.others),
         order=reader.order,
         scale=scale,
         factors=tuple(reader.factors),

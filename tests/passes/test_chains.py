@@ -117,6 +117,10 @@ def with_maximum(how: Callable[[Tensor], Tensor]) -> Body:
     return body
 
 
+def slopes() -> Tensor:
+    return torch.arange(1, HQ + 1).reshape(1, HQ, 1, 1).double() / 3
+
+
 def sinks(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
     """A column that takes weight and is cut off, as in GPT-OSS."""
     scores = q @ repeated(k).mT * S + bias_of(m)
@@ -220,6 +224,25 @@ CHAINS: dict[str, Body] = {
     "filled before the scale": filled_before_scale,
     "a shift of all": lambda q, k, v, m: chain(q @ repeated(k).mT * S + 3.0, repeated(v), m),
     "softcap": softcapped,
+    "a scale per head": lambda q, k, v, m: chain(q @ repeated(k).mT * slopes(), repeated(v), m),
+    "a quotient per head": lambda q, k, v, m: chain(q @ repeated(k).mT / (slopes() + 1)[0], repeated(v), m),
+    "a scale per query, then a softcap": lambda q, k, v, m: chain(
+        torch.tanh(q @ repeated(k).mT * q[..., :1]) * 2, repeated(v), m
+    ),
+    "a scale per row, grouped": lambda q, k, v, m: chain(
+        q.view(B, HKV, HQ // HKV, 1, D) @ k[:, :, None].mT * torch.arange(1, B + 1).reshape(B, 1, 1, 1, 1),
+        v.unsqueeze(2),
+        m[:, :, None],
+    ).reshape(B, HQ, 1, D),
+    "a sum of products": lambda q, k, v, m: chain(
+        (q[..., :1] @ repeated(k)[..., :1].mT + q[..., 1:] @ repeated(k)[..., 1:].mT) * S, repeated(v), m
+    ),
+    "a sum of scaled products": lambda q, k, v, m: chain(
+        q @ repeated(k).mT * S + torch.matmul(q * 2, (k[:, :1] / 3).mT) * 0.25, repeated(v), m
+    ),
+    "a sum of three, under a softcap": lambda q, k, v, m: chain(
+        torch.tanh((q @ repeated(k).mT + q @ repeated(v).mT) / 2 + q.flip(-1) @ repeated(k).mT / 4) * 2, repeated(v), m
+    ),
     "in place": inplace,
     "augmented assignment": augmented,
     "augmented division": divided,
@@ -316,6 +339,23 @@ def test_several_new_tokens(name: str) -> None:
         return body(q, keys, values, (torch.arange(N) <= pos[:, None])[None, None])
 
     check_step(function, q, k, v, keys, values, torch.tensor([4, 5]))
+
+
+def test_latents_beside_rotary_keys() -> None:
+    """Absorbed multi-head latent attention: two products over two caches [batch, context, features]."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+        keys.index_copy_(1, pos, k)
+        values.index_copy_(1, pos, v)
+        scores = torch.einsum("bshc,btc->bsht", q[..., :6], keys) + torch.einsum("bshr,btr->bsht", q[..., 6:], values)
+        weights = (scores * 0.3).masked_fill(torch.arange(N) > pos, INF).softmax(-1)
+        return torch.einsum("bsht,btc->bshc", weights, keys)
+
+    sizes = ((B, 1, HQ, 9), (B, 1, 6), (B, 1, 3), (B, N, 6), (B, N, 3))
+    inputs = wide(*(tensor(*size, seed=i) for i, size in enumerate(sizes)))
+    (site,) = check_step(function, *inputs, torch.tensor([5])).matched.sites
+    assert {w.root.name for w in site.writes} == {"l_keys_", "l_values_"}
+    assert (site.query_heads, site.kv_heads, site.key_dim, site.value_dim, site.scale) == (HQ, 1, 9, 6, 0.3)
 
 
 def test_attention_by_rows_beside_attention_by_heads() -> None:

@@ -262,6 +262,11 @@ CODES: list[tuple[str, Step, dict[str, int]]] = [
     ("position", advanced_too_late, {}),
     ("mask-not-commutable", rewritten(attn_mask=lambda q, k, v, mask, *_: mask.cumsum(-1) > 0), {}),
     ("mask-not-commutable", rewritten(attn_mask=lambda q, k, v, mask, *_: mask.flip(-1)), {}),
+    (
+        "mask-not-commutable",
+        rewritten(attn_mask=lambda q, k, v, mask, *_: mask.repeat_interleave(2, 1)),
+        {"query_heads": 2},
+    ),
     ("mask-written", accumulated, {}),
     ("mask-written", filled, {}),
     ("mask-written", counted_later, {}),

@@ -26,7 +26,9 @@ def unknown(change: Callable[[Tensor], Tensor]) -> Body:
 REFUSED: dict[str, Body] = {
     "a function of the scores": unknown(lambda s: s.square()),
     "scores over other tokens": unknown(lambda s: s.cumsum(-1)),
-    "a scale per head": unknown(lambda s: s * torch.arange(HQ).reshape(1, -1, 1, 1)),
+    "a scale per token": unknown(lambda s: s * torch.arange(N)),
+    "a scale after a mask": unknown(lambda s: s.masked_fill(s.detach() > 9, INF) + (s * 2)),
+    "a scale of one product, with a softcap": unknown(lambda s: s.tanh() + s * 2),
     "filled with a number that does not block": unknown(lambda s: s.masked_fill(s.detach() > 1, -2.0)),
     "a limit that matters": unknown(lambda s: s.clamp_min(-1.0)),
     "a softcap of masked scores": lambda q, k, v, m: (
