@@ -22,7 +22,7 @@ from sfi_compile.ops import RowStatus
 from tests.kernels.cases import Attention, attentions, dense, frame, poisoned_empty
 
 NEAR_TIE = 1e-3
-"""Scores closer than this may swap: the oracle's are float64. How exact scores are is the subject of test_selector."""
+"""Scores closer than this may swap: the oracle's are float64. How exact scores are is the subject of `refreshes`."""
 
 
 @pytest.fixture(autouse=True, scope="module")
