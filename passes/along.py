@@ -19,7 +19,7 @@ from torch import fx
 
 from sfi_compile.compat.dynamo import example
 from sfi_compile.passes.dataflow import DataFlow, mutated_argument
-from sfi_compile.passes.products import order_of, spelled_out
+from sfi_compile.passes.products import TURNS, order_of, spelled_out
 from sfi_compile.passes.shapes import CAT, SAME, counted_from, every_axis, is_pointwise, name_of, shape_of
 
 
@@ -340,7 +340,7 @@ def _split(node: fx.Node, axis: int) -> Step | None:
 
 _RULES: dict[str, Callable[[fx.Node, int], Step | None]] = {
     **dict.fromkeys(VIEWS, _view),
-    **dict.fromkeys(["transpose", "swapaxes", "swapdims", "permute", "getattr"], _permuted),
+    **dict.fromkeys(["transpose", "swapaxes", "swapdims", "permute", "getattr", *TURNS], _permuted),
     **dict.fromkeys(EXPANSIONS, _expand),
     **dict.fromkeys(["repeat", "repeat_interleave", "narrow"], _unmoved),
     **dict.fromkeys(_REDUCTIONS, _reduction),

@@ -12,6 +12,11 @@ from sfi_compile.passes.shapes import name_of, shape_of
 
 _PRODUCTS = frozenset(["matmul", "bmm", "baddbmm", "einsum", "mm", "mv", "addmm", "__matmul__", "__rmatmul__"])
 _MOVES = frozenset(["transpose", "swapaxes", "swapdims", "permute"])
+TURNS = frozenset(["mT", "mH", "T", "H", "numpy_T", "matrix_H"])
+"""Attributes that swap the last two axes, the last four of matrices only; real numbers are their own conjugates.
+
+Torch versions trace them as `getattr` or as operators.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,17 +116,19 @@ def order_of(node: fx.Node) -> tuple[int, ...] | None:
     """The order in which a node permutes the axes of its operand; None if it does not permute."""
     source = node.args[0] if node.args else None
     shape = shape_of(source) if isinstance(source, fx.Node) else None
-    if shape is None or (name_of(node) not in _MOVES and not (name_of(node) == "getattr" and node.args[1] == "mT")):
+    name = name_of(node) if name_of(node) != "getattr" else node.args[1]
+    turns = shape is not None and name in TURNS and (len(shape) == 2 or name in ("mT", "mH"))
+    if shape is None or not (name in _MOVES or turns):
         return None
     rank = len(shape)
     order = list(range(rank))
     given: list[Any] = [a for a in (*node.args[1:], *node.kwargs.values()) if not isinstance(a, str)]
-    if name_of(node) != "getattr" and not all(isinstance(a, (int, tuple, list)) for a in given):
+    if not all(isinstance(a, (int, tuple, list)) for a in given):
         return None
-    if name_of(node) == "permute":
+    if name == "permute":
         axes = given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
         return tuple(a % rank for a in axes) if len(axes) == rank else None
-    i, j = (-2, -1) if name_of(node) == "getattr" else (given[0], given[1])
+    i, j = (-2, -1) if turns else (given[0], given[1])
     order[i], order[j] = order[j], order[i]
     return tuple(order)
 
