@@ -76,6 +76,19 @@ def may_attend(mask: Tensor) -> Tensor:
     return wide - wide.amax(-1, keepdim=True) > -BLOCKED
 
 
+def sees_any(mask: Tensor, fill: Tensor | float) -> Tensor:
+    """Whether a query may attend to anything: bool [..., 1] of a mask [..., N].
+
+    Something must be let through, and so much better than the blocked logits, which become `fill`, that these have no
+    weight beside it.
+    """
+    if mask.dtype == torch.bool:
+        return mask.any(-1, keepdim=True)
+    best = mask.amax(-1, keepdim=True).double()
+    blocked = fill.amax(-1, keepdim=True).double() if isinstance(fill, Tensor) else fill
+    return (best > NEG_INF) & (best - blocked > BLOCKED - 1)
+
+
 def over_memory(
     q: Tensor,
     mem_k: Tensor,

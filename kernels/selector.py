@@ -36,13 +36,13 @@ def log_evidence(logits: Tensor, candidates: Tensor, alpha: float) -> Tensor:
 
 
 def log_position(candidates: Tensor, spec: SelectorSpec) -> Tensor:
-    """The prior's term for the place in the window, with its weight: bool [N] → float32 [N], -inf off the candidates.
+    """The prior's term for the place in the window, with its weight: bool [..., N] → float32, -inf off the candidates.
 
     It is the same for every site of a step; whatever else the selector asks of the candidates, it reads from here.
     """
-    count = candidates.sum().clamp_min(1)
+    count = candidates.sum(-1, keepdim=True).clamp_min(1)
     # Rank among the candidates over their number: u in [0, 1), so log(1 - u) is finite.
-    u = (candidates.cumsum(0) - 1).clamp_min_(0) / count
+    u = (candidates.cumsum(-1) - 1).clamp_min_(0) / count
     place = -POSITION_BETA * u.pow(spec.position_power) + spec.position_eta * torch.log1p(-u)
     return torch.where(candidates, spec.position_weight * place, NEG_INF)
 

@@ -1,4 +1,4 @@
-"""The support and the packed memory `[sink | selected | recent…]` of one row, and the append of a new token.
+"""The support and the packed memory `[sink | selected | recent…]`, and the append of a new token.
 
 Slot layout, fixed per compiled graph: `sink` slots, `k_head` slots, then `recent + refresh_interval` slots, of which
 slot `j` holds position `p0 - recent + 1 + j` (p0: position of the last refresh). An empty slot has index -1.
@@ -11,37 +11,38 @@ import torch
 from torch import Tensor
 
 
-def candidates(allowed: Tensor, position: int, sink: int, recent: int) -> Tensor:
-    """Positions that a selector may choose: allowed, past the sink, before the anchored recent segment. Bool [N]."""
-    t = torch.arange(allowed.shape[0], device=allowed.device)
-    return allowed & (allowed.cumsum(0) > sink) & (t <= position - recent)
+def candidates(allowed: Tensor, position: int | Tensor, sink: int, recent: int) -> Tensor:
+    """Positions that a selector may choose, bool [..., N]: allowed, past the sink, before the recent segment."""
+    t = torch.arange(allowed.shape[-1], device=allowed.device)
+    return allowed & (allowed.cumsum(-1) > sink) & (t <= position - recent)
 
 
-def frame(allowed: Tensor, position: int, sink: int, recent: int, selected_end: int, slots: int) -> Tensor:
-    """The support of one row after a refresh at `position`, but for the selected tokens.
+def frame(allowed: Tensor, position: int | Tensor, sink: int, recent: int, selected_end: int, slots: int) -> Tensor:
+    """The support after a refresh at `position`, but for the selected tokens.
 
     Args:
-        allowed: bool [N], what the site's mask lets the row attend to.
-        position: position of the refresh (p0).
+        allowed: bool [..., N], what the site's mask lets each row attend to.
+        position: position of the refresh (p0), of all rows.
         sink: number of sink tokens.
         recent: length of the anchored recent segment.
         selected_end: first slot of the recent segment.
         slots: slots of the memory.
 
     Returns:
-        int64 [slots]: position held by each slot, -1 for empty.
+        int64 [..., slots]: position held by each slot, -1 for empty.
     """
-    size = allowed.shape[0]
-    held = torch.full((slots,), -1, dtype=torch.int64, device=allowed.device)
-    rank = allowed.cumsum(0)
+    *rows, size = allowed.shape
+    held = torch.full((*rows, slots), -1, dtype=torch.int64, device=allowed.device)
+    rank = allowed.cumsum(-1)
     # Where the r-th allowed token is; past the end if there are fewer.
-    first = torch.searchsorted(rank, torch.arange(1, sink + 1, device=allowed.device))
-    held[:sink] = torch.where(first < size, first, -1)
-    segment = torch.arange(position - recent + 1, position + 1, device=allowed.device)
+    ranks = torch.arange(1, sink + 1, device=allowed.device).expand(*rows, -1).contiguous()
+    first = torch.searchsorted(rank, ranks)
+    held[..., :sink] = torch.where(first < size, first, -1)
+    segment = torch.arange(1 - recent, 1, device=allowed.device) + position
     inside = segment.clamp(0, size - 1)
     # The token just written is held, too: a mask that is strictly causal lets through only later queries.
-    attended = torch.where(allowed[inside], rank[inside] > sink, segment == position) & (segment >= 0)
-    held[selected_end : selected_end + recent] = torch.where(attended, segment, -1)
+    attended = torch.where(allowed[..., inside], rank[..., inside] > sink, segment == position) & (segment >= 0)
+    held[..., selected_end : selected_end + recent] = torch.where(attended, segment, -1)
     return held
 
 

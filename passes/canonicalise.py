@@ -106,6 +106,16 @@ class _Finder:
         if isinstance(value, torch.Tensor) and value.dim() >= 2:
             self.queries.append(value.shape[-2])
 
+    def _seen_below(self, softmax: fx.Node, output: fx.Node) -> None:
+        found = links.reduced(softmax)
+        if found is None or found[1] == len(shape_of(found[0]) or ()) - 1:
+            self._seen(output, softmax.all_input_nodes[0])
+            return
+        # Which of the other axes is the queries' does not show; the step feeds as many as it writes.
+        tokens = paths.context(*found, self.flow)
+        self.results.add(output)
+        self.queries += [tokens] if tokens else []
+
     def _refuse_loose(self, node: fx.Node) -> None:
         """A product of queries and cached keys whose softmax is nowhere to be seen."""
         product = product_of(node)
@@ -183,7 +193,7 @@ class _Finder:
             values = [f for f in (product.left, product.right) if f.node is not path[-1]]
             over_cache = [f for f in values if self._from_cache(f.node, f.letters.find(product.contracted))]
             if over_cache:
-                self._seen(output, softmax.all_input_nodes[0])
+                self._seen_below(softmax, output)
                 self.open -= links.products_above(softmax.all_input_nodes)
                 return self._chain(softmax, path, output, over_cache[0], product.contracted)
             self._refuse_given(softmax, output, values, product.contracted)

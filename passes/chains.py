@@ -230,8 +230,10 @@ class _Reader:
         return source
 
     def _may_shift(self) -> bool:
-        """Whether a number added to all logits changes nothing: no softcap, no sinks before the softmax."""
-        return not self.softcap and self.sinks is None
+        """Whether a number added to all logits changes nothing: before the softmax come no softcap, no sinks, and no
+        other number that stands beside the logits."""
+        shifted = all(term.kind == "add" or term.number == -math.inf for term in self.terms)
+        return not self.softcap and self.sinks is None and shifted
 
     def _scaled(self, node: fx.Node, source: Any, other: Any) -> Any:
         divides = name_of(node) in _DIVS

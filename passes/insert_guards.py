@@ -20,11 +20,16 @@ from sfi_compile.config import Config
 from sfi_compile.passes import axes
 from sfi_compile.passes.base import Builder, Pass, StateTensor, Work, substituted, transfer
 from sfi_compile.passes.dataflow import remove_dead
-from sfi_compile.passes.shapes import shape_of
+from sfi_compile.passes.shapes import constant_of, shape_of
 from sfi_compile.site import CacheWrite, Site
 
-SHARED = ("sfi_slow_rows", "sfi_refreshed_at", "sfi_status", "sfi_context")
-"""State that all sites share: bool [B], then three int64 [B]."""
+SHARED = {
+    "sfi_slow_rows": torch.bool,
+    "sfi_refreshed_at": torch.int64,
+    "sfi_status": torch.int64,
+    "sfi_context": torch.int64,
+}
+"""State that all sites of a device share, each [B]."""
 PER_SITE = ("sfi_held", "sfi_mem_k", "sfi_mem_v")
 """State of one site: positions [B, Hkv, S], keys [B, Hkv, S, Dk], values [B, Hkv, S, Dv]."""
 
@@ -35,11 +40,17 @@ def memory_layout(site: Site, config: Config) -> tuple[int, int]:
     return selected_end, selected_end + config.recent + config.refresh_interval
 
 
+def devices_of(sites: tuple[Site, ...]) -> dict[torch.device, str]:
+    """Where sites compute, and what the names of the state that they share there end with; the first with nothing."""
+    found = dict.fromkeys(site.device for site in sites)
+    return {device: f"_{number}" if number else "" for number, device in enumerate(found)}
+
+
 def state_of(sites: tuple[Site, ...], config: Config) -> tuple[StateTensor, ...]:
     """The extra inputs, in order."""
     first = sites[0]
-    dtypes = (torch.bool, torch.int64, torch.int64, torch.int64)
-    state = [StateTensor(n, (first.batch,), t, first.device) for n, t in zip(SHARED, dtypes, strict=True)]
+    devices = devices_of(sites).items()
+    state = [StateTensor(n + end, (first.batch,), t, where) for where, end in devices for n, t in SHARED.items()]
     for i, site in enumerate(sites):
         slots = memory_layout(site, config)[1]
         base = (site.batch, site.kv_heads, slots)
@@ -54,6 +65,8 @@ class InsertGuards(Pass):
     """Rewrites a private copy of the graph; the sites of `work.match` are carried over to it."""
 
     name: ClassVar[str] = "insert_guards"
+    refresh: bool = True
+    """Whether slow steps refresh. Without, every step of every row must be slow."""
 
     def apply(self, work: Work) -> Work:
         """The guarded graph."""
@@ -66,14 +79,17 @@ class InsertGuards(Pass):
         with module.graph.inserting_after(last):
             predicate = builder.call(torch.any, inputs["sfi_slow_rows"])
             predicate.name = "sfi_any_slow"
+        devices = devices_of(match.sites)
         with module.graph.inserting_before(match.sites[0].form.node):
             # One for all sites, and a copy, because a layer may count on in place.
-            inputs["sfi_position"] = _positions(builder, match.sites[0].writes[0], match.sites[0].device)
-            inputs["sfi_position"].name = "sfi_position"
+            position = _positions(builder, match.sites[0].writes[0], match.sites[0].device)
+            position.name = "sfi_position"
+            for device, end in devices.items():
+                inputs[f"sfi_position{end}"] = builder.method("to", position, device) if end else position
         replaced: dict[fx.Node, fx.Node] = {}
         for i in range(len(match.sites)):
             site = match.sites[i]
-            out = _guard_site(module, builder, site, i, predicate, inputs, work)
+            out = _guard_site(module, builder, site, i, predicate, inputs, devices, work, self.refresh)
             replaced[site.form.node] = out
             replaced[site.form.original] = out if site.form.result is site.form.node else site.form.result
             # A later site may read this one's value directly.
@@ -101,7 +117,9 @@ def _guard_site(
     number: int,
     predicate: fx.Node,
     inputs: dict[str, fx.Node],
+    devices: dict[torch.device, str],
     work: Work,
+    refresh: bool,
 ) -> fx.Node:
     """Replace one canonical attention node, and what it stands for; the node that now holds its value."""
     given = {"q": site.query, "k": site.key, "v": site.value, "mask": site.mask, "sinks": site.sinks, "fill": site.fill}
@@ -109,14 +127,15 @@ def _guard_site(
     names = [*named, "sfi_position", *SHARED, *PER_SITE]
     operands = (
         *named.values(),
-        *(inputs[name] for name in ("sfi_position", *SHARED)),
+        *(inputs[name + devices[site.device]] for name in ("sfi_position", *SHARED)),
         *(inputs[f"{name}_{number}"] for name in PER_SITE),
     )
     values = dict(zip(names, (example(n) for n in operands), strict=True))
     node = site.form.node
     with module.graph.inserting_before(node):
         branches = []
-        for label, build in (("slow", _slow_branch), ("fast", _fast_branch)):
+        slow = _slow_branch if refresh else _dense_branch
+        for label, build in (("slow", slow), ("fast", _fast_branch)):
             branch = _branch(values, site, work, build)
             attribute = f"sfi_{label}_{number}"
             module.add_submodule(attribute, branch)
@@ -164,19 +183,31 @@ def _form(site: Site, n: dict[str, fx.Node]) -> tuple[Any, ...]:
     return (site.scale, site.softcap) if site.softcap else (site.scale,)
 
 
+def _dense_branch(b: Builder, n: dict[str, fx.Node], site: Site, work: Work) -> fx.Node:
+    return _dense(b, n, site, work)[0]
+
+
+def _dense(b: Builder, n: dict[str, fx.Node], site: Site, work: Work) -> tuple[fx.Node, ...]:
+    """Output and logits of dense attention, and the parts of the frame."""
+    layout: tuple[Any, ...] = memory_layout(site, work.config)
+    if site.fill is not None:
+        # A number where it is one: sites that have the same share their frame.
+        number = constant_of(site.fill)
+        layout += (number,) if number is not None else (None, n["fill"])
+    spec, rows = work.config.selector().to_text(), n["sfi_slow_rows"]
+    frame = _parts(b, 3, torch.ops.sfi.frame.default, n["mask"], rows, n["sfi_position"], spec, *layout)
+    attended = (n["q"], n["k"], n["v"], n["mask"], rows, frame[0])
+    scale, *rest = _form(site, n) if site.fill is None else (site.scale, site.softcap, n.get("sinks"), n["fill"])
+    found = (n["sfi_status"], n["sfi_context"])
+    return *_parts(b, 2, torch.ops.sfi.dense_attention.default, *attended, scale, *found, *rest), *frame
+
+
 def _slow_branch(b: Builder, n: dict[str, fx.Node], site: Site, work: Work) -> fx.Node:
-    sfi = torch.ops.sfi
-    spec = work.config.selector().to_text()
+    sfi, spec = torch.ops.sfi, work.config.selector().to_text()
     rows, status = n["sfi_slow_rows"], n["sfi_status"]
     # Fast rows first: `pack` then rewrites the memory of the slow rows, whatever was appended to it.
     remembered = _fast_branch(b, n, site, work) if site.batch > 1 else None
-    layout: tuple[Any, ...] = memory_layout(site, work.config)
-    layout += (True,) if site.fill is not None else ()
-    extent, log_position, held = _parts(b, 3, sfi.frame.default, n["mask"], rows, n["sfi_position"], spec, *layout)
-    attended = (n["q"], n["k"], n["v"], n["mask"], rows, extent)
-    scale, *rest = _form(site, n) if site.fill is None else (site.scale, site.softcap, n.get("sinks"), n["fill"])
-    found = (status, n["sfi_context"])
-    out, logits = _parts(b, 2, sfi.dense_attention.default, *attended, scale, *found, *rest)
+    out, logits, extent, log_position, held = _dense(b, n, site, work)
     selected = b.call(sfi.select.default, logits, n["k"], rows, status, extent, log_position, spec)
     memory = (n["sfi_held"], n["sfi_mem_k"], n["sfi_mem_v"])
     b.call(sfi.pack.default, n["k"], n["v"], selected, held, rows, status, work.config.sink, *memory)

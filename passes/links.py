@@ -19,15 +19,17 @@ CASTS = frozenset("to float half double bfloat16 type type_as".split())
 REGROUPS = frozenset(["view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze"])
 
 
+_SOFTMAXES = ("softmax", "safe_softmax", "log_softmax", "special_softmax", "special_log_softmax", "softmin")
+
+
 def is_link(node: fx.Node) -> bool:
     """Whether a node passes logits or weights on."""
     return is_pointwise(node) or name_of(node) in (*REGROUPS, *SAME, *CAT) or order_of(node) is not None
 
 
 def is_softmax(node: fx.Node) -> bool:
-    """Whether a node is a softmax, over whatever axis, or its logarithm."""
-    name = name_of(node).strip("_")
-    return node.op in ("call_function", "call_method") and name in ("softmax", "safe_softmax", "log_softmax")
+    """Whether a node is a softmax, over whatever axis, its logarithm, or that of the negative."""
+    return node.op in ("call_function", "call_method") and name_of(node).strip("_") in _SOFTMAXES
 
 
 def reduced(node: fx.Node) -> tuple[fx.Node, int] | None:
@@ -54,7 +56,8 @@ def _is_raised(logarithm: fx.Node) -> bool:
 
 def softmax_input(node: fx.Node) -> fx.Node | None:
     """The operand of a softmax over the last axis; None for any other node."""
-    found = None if not is_softmax(node) or "log" in name_of(node) else reduced(node)
+    is_plain = is_softmax(node) and "log" not in name_of(node) and name_of(node) != "softmin"
+    found = reduced(node) if is_plain else None
     return found[0] if found is not None and found[1] == len(shape_of(found[0]) or ()) - 1 else None
 
 
@@ -99,7 +102,7 @@ def fate(product: fx.Node) -> str:
                 return "softmax"
             if user.op == "output" or is_product(user):
                 found.add(user.op if user.op == "output" else "product")
-            elif user not in seen and is_link(user):
+            elif user not in seen and (is_link(user) or name_of(user) == "normalize"):
                 seen.add(user)
                 frontier.append(user)
     return max(found, key=["", "output", "product"].index)

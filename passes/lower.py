@@ -1,14 +1,17 @@
 """lower: `sfi::` operators → what the device runs.
 
-On every device the fast path's operators become plain aten, traced from their bodies in `sfi_compile.ops`, so that
-Inductor compiles and fuses them with the model. The slow path's stay operators: they work row by row on the rows that
-are slow, which a graph of static shapes cannot say.
+The fast path's operators become plain aten, traced from their bodies in `sfi_compile.ops`, so that Inductor compiles
+and fuses them with the model. The slow path's stay operators on a CPU: they work row by row on the rows that are slow,
+which a graph of static shapes cannot say. On a GPU they become those of `sfi_compile.ops.device`, which ask the host
+for nothing, and attention over the memory stays an operator for which Inductor has a template (`kernels/lowering.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
+import logging
+import operator
+from collections.abc import Callable, Hashable
 from typing import Any, ClassVar
 
 import torch
@@ -17,9 +20,19 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from sfi_compile import ops
 from sfi_compile.compat.dynamo import example, fake_mode_of
+from sfi_compile.kernels import lowering
+from sfi_compile.ops import device
+from sfi_compile.passes import linears
 from sfi_compile.passes.base import Pass, VerificationError, Work
+from sfi_compile.passes.shapes import constant_of
 
-_PLAIN: dict[Any, Any] = {getattr(torch.ops.sfi, name).default: body for name, body in ops.plain.items()}
+log = logging.getLogger("sfi_compile")
+
+_SFI = torch.ops.sfi
+_PLAIN: dict[Any, Any] = {getattr(_SFI, name).default: body for name, body in ops.plain.items()}
+_TEMPLATE = _SFI.memory_attention.default
+_DEFAULTS = (0.0, None)
+"""Softcap and sinks of `sfi::memory_attention`, which come before its length."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,25 +40,171 @@ class Lower(Pass):
     """Changes the slow and the fast graph in place: they are this pipeline's own, and nothing reads them before."""
 
     name: ClassVar[str] = "lower"
+    kernels: bool | None = None
+    """Whether to use the Triton kernels. None: where the device has them."""
 
     def apply(self, work: Work) -> Work:
         """The work with both graphs lowered."""
-        traces: dict[Hashable, fx.Graph] = {}
+        kernels = self.kernels
+        if kernels is None:
+            reason = _without_kernels(work)
+            kernels = reason is None
+            if reason is not None:
+                on_cpu = all(s.device.type == "cpu" for s in work.state)
+                log.log(logging.DEBUG if on_cpu else logging.WARNING, "sfi: plain torch, not kernels: %s", reason)
+        bodies = {target: body for target, body in _PLAIN.items() if not kernels or target is not _TEMPLATE}
+        if kernels:
+            lowering.register()
+            bodies[_SFI.frame.default] = device.frame
+        tracer = Tracer()
         for module in work.variants:
-            for node in [n for n in module.graph.nodes if n.target in _PLAIN]:
-                # Sites of one model mostly look alike: each kind is traced once.
-                kind = _kind(node)
-                if kind not in traces:
-                    traces[kind] = _trace(module.graph, node)
-                _expand(module.graph, node, traces[kind])
+            if kernels:
+                _on_device(module.graph, tracer)
+                linears.combine(module.graph)
+            for node in [n for n in module.graph.nodes if n.target in bodies]:
+                if node.kwargs:
+                    raise VerificationError(f"{node.format_node()}: positional arguments only")
+                with module.graph.inserting_before(node):
+                    result = tracer.inline(module.graph, bodies[node.target], node.args)
+                _replace(node, result)
             module.graph.lint()
             module.recompile()
         return work
 
 
-def _kind(node: fx.Node) -> Hashable:
-    """What the trace of an operator depends on: its target, and every argument's value or tensor metadata."""
-    return node.target, tuple(_description(a) if isinstance(a, fx.Node) else repr(a) for a in node.args)
+def _without_kernels(work: Work) -> str | None:
+    """Why the device cannot run our kernels on some site; None: it can on all."""
+    sites = [n for n in work.variants[1].graph.nodes if n.target is _TEMPLATE]
+    for node in sites:
+        reason = lowering.supports(*(example(n) for n in node.args[:3]))
+        if reason is not None:
+            return f"{reason.code}: {reason.explanation} ({reason.hint})"
+    for node in work.variants[0].graph.nodes:
+        fill = _fill(node) if node.target is _SFI.dense_attention.default else None
+        if fill is not None and constant_of(fill) is None:
+            return "kernel-fill: what blocked logits become differs (mask with one number, or with False)"
+    return None if sites else "no site"
+
+
+def _fill(dense: fx.Node) -> fx.Node | None:
+    """What blocked logits become in `sfi::dense_attention`; None: they have no weight."""
+    fill = dense.args[11] if len(dense.args) > 11 else None
+    return fill if isinstance(fill, fx.Node) else None
+
+
+def _on_device(graph: fx.Graph, tracer: Tracer) -> None:
+    """Replace the slow path's operators by those that work on all rows without asking the host, and tell attention over
+    the memory how far each row's is filled."""
+    by_products: dict[fx.Node, tuple[fx.Node, ...]] = {}
+    appends: dict[fx.Node, fx.Node] = {}
+    slow_rows = next((n.args[4] for n in graph.nodes if n.target is _SFI.dense_attention.default), None)
+    for node in list(graph.nodes):
+        arguments: tuple[Any, ...] = node.args
+        with graph.inserting_before(node):
+            if node.target is _SFI.append.default:
+                appends[arguments[7]] = node
+            elif node.target is _TEMPLATE:
+                append: tuple[Any, ...] = appends[arguments[1]].args
+                position, refreshed_at, selected_end, recent, held = append[2:7]
+                slots = int(example(held).shape[-1])
+                filled = (position, refreshed_at, slow_rows, selected_end, recent, slots)
+                length = tracer.inline(graph, device.filled, filled)
+                node.args = (*arguments, *_DEFAULTS[len(arguments) - 6 :], length)
+            elif node.target is _SFI.dense_attention.default:
+                *attended, scale, status, context = arguments[:9]
+                fill = _fill(node)
+                number = None if fill is None else constant_of(fill)
+                form = (*arguments[9:11], *_DEFAULTS[len(arguments[9:11]) :], number)
+                out, *found = _parts(graph, 4, _SFI.dense_decode.default, *attended, scale, *form)
+                tracer.inline(graph, device.settle, (out, *attended[4:], status, context))
+                _replace(node, (out, found[0]))
+                by_products[found[0]] = tuple(found)
+            elif node.target is _SFI.select.default:
+                logits, _, *rest = arguments
+                _replace(node, _call(graph, _SFI.select_rows.default, *by_products[logits], *rest))
+            elif node.target is _SFI.pack.default:
+                _pack(graph, node, appends.get(arguments[8]))
+
+
+def _pack(graph: fx.Graph, pack: fx.Node, append: fx.Node | None) -> None:
+    """Replace `sfi::pack`, and the append to the same memory, by one operator in the place of the former.
+
+    What reads the memory, for the rows that are not slow, comes after it then. To them it makes no difference.
+    """
+    arguments: tuple[Any, ...] = pack.args
+    packed, memory = arguments[:7], arguments[7:]
+    late: list[fx.Node] = []
+    if append is None:
+        # One row: it is slow. Where it would be appended is not looked at.
+        when: tuple[Any, ...] = (packed[5], packed[5], -1)
+    else:
+        appended: tuple[Any, ...] = append.args
+        position, refreshed_at, selected_end, recent = appended[2:6]
+        when = (position, refreshed_at, selected_end + recent - 1)
+        for node in graph.nodes:
+            if node is pack:
+                break
+            if node is not append and any(n in memory or n in late for n in node.all_input_nodes):
+                late.append(node)
+        graph.erase_node(append)
+    with graph.inserting_before(pack):
+        last = _call(graph, _SFI.pack_rows.default, *packed, *when, *memory)
+    graph.erase_node(pack)
+    for node in late:
+        last.append(node)
+        last = node
+
+
+def _call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
+    mode = fake_mode_of(graph)
+    if mode is None:
+        raise VerificationError("a graph without fake values cannot be lowered")
+    node = graph.call_function(target, args)
+    with mode, torch.no_grad():
+        node.meta["example_value"] = target(*fx.map_arg(args, example))
+    return node
+
+
+def _parts(graph: fx.Graph, count: int, target: Any, *args: Any) -> tuple[fx.Node, ...]:
+    whole = _call(graph, target, *args)
+    return tuple(_call(graph, operator.getitem, whole, i) for i in range(count))
+
+
+def _replace(node: fx.Node, result: Any) -> None:
+    """Put a node, or one node for each of its parts, in the place of `node`."""
+    if isinstance(result, fx.Node):
+        node.replace_all_uses_with(result)
+    elif result is not None:
+        for part in list(node.users):
+            if part.target is not operator.getitem:
+                raise VerificationError(f"{part.name} uses all results of {node.name} at once")
+            part.replace_all_uses_with(result[part.args[1]])
+            node.graph.erase_node(part)
+    node.graph.erase_node(node)
+
+
+class Tracer:
+    """Writes the aten graph of a function into another graph. Sites of one model mostly look alike: each kind is
+    traced once."""
+
+    def __init__(self) -> None:
+        self.traces: dict[Hashable, fx.Graph] = {}
+
+    def inline(self, graph: fx.Graph, body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Insert what `body(*args)` does at the graph's insertion point; the nodes of its results."""
+        kind = body, tuple(_description(a) if isinstance(a, fx.Node) else repr(a) for a in args)
+        if kind not in self.traces:
+            self.traces[kind] = _trace(graph, body, args)
+        trace = self.traces[kind]
+        inputs = [n for n in trace.nodes if n.op == "placeholder"]
+        mapping: dict[fx.Node, Any] = dict(zip(inputs, (a for a in args if isinstance(a, fx.Node)), strict=True))
+        for inner in trace.nodes:
+            if inner.op == "output":
+                return fx.map_arg(inner.args[0], mapping.__getitem__)
+            if inner.op != "placeholder":
+                mapping[inner] = graph.node_copy(inner, mapping.__getitem__)
+                mapping[inner].meta["example_value"] = inner.meta.get("val")
+        raise VerificationError(f"the trace of {body.__name__} has no output")
 
 
 def _description(node: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]:
@@ -53,16 +212,15 @@ def _description(node: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...], torch
     return tuple(map(int, value.shape)), tuple(map(int, value.stride())), value.dtype, value.device
 
 
-def _trace(graph: fx.Graph, node: fx.Node) -> fx.Graph:
-    """The aten graph of an operator's plain body, for its arguments' fake values."""
-    body = _PLAIN[node.target]
+def _trace(graph: fx.Graph, body: Callable[..., Any], args: tuple[Any, ...]) -> fx.Graph:
+    """The aten graph of a function, for its arguments' fake values."""
     mode = fake_mode_of(graph)
-    if mode is None or node.kwargs:
-        raise VerificationError(f"{node.format_node()}: needs fake values and positional arguments only")
-    given = {i: a for i, a in enumerate(node.args) if isinstance(a, fx.Node)}
+    if mode is None:
+        raise VerificationError(f"{body.__name__}: a graph without fake values cannot be lowered")
+    given = {i: a for i, a in enumerate(args) if isinstance(a, fx.Node)}
 
     def call(*values: torch.Tensor) -> Any:
-        full: list[Any] = list(node.args)
+        full: list[Any] = list(args)
         for i, value in zip(given, values, strict=True):
             full[i] = value
         return body(*full)
@@ -71,24 +229,6 @@ def _trace(graph: fx.Graph, node: fx.Node) -> fx.Graph:
         # Fresh values: the tracer takes equal objects for one input, and another node's arguments may differ.
         values = []
         for argument in given.values():
-            shape, stride, dtype, device = _description(argument)
-            values.append(torch.empty_strided(shape, stride, dtype=dtype, device=device))
+            shape, stride, dtype, where = _description(argument)
+            values.append(torch.empty_strided(shape, stride, dtype=dtype, device=where))
         return make_fx(call)(*values).graph
-
-
-def _expand(graph: fx.Graph, node: fx.Node, trace: fx.Graph) -> None:
-    """Replace an operator by its traced plain body."""
-    tensors = [a for a in node.args if isinstance(a, fx.Node)]
-    inputs = [n for n in trace.nodes if n.op == "placeholder"]
-    mapping: dict[fx.Node, Any] = dict(zip(inputs, tensors, strict=True))
-    result: Any = None
-    with graph.inserting_before(node):
-        for inner in trace.nodes:
-            if inner.op == "output":
-                result = inner.args[0]
-            elif inner.op != "placeholder":
-                mapping[inner] = graph.node_copy(inner, mapping.__getitem__)
-                mapping[inner].meta["example_value"] = inner.meta.get("val")
-    if isinstance(result, fx.Node):
-        node.replace_all_uses_with(mapping[result])
-    graph.erase_node(node)

@@ -76,3 +76,9 @@ def is_pointwise(node: fx.Node) -> bool:
     if node.op == "call_function" and (node.target in _FUNCTIONS or name in _ACTIVATIONS):
         return True
     return name in _DUNDERS or (node.op == "call_method" and name in _METHODS)
+
+
+def constant_of(node: fx.Node) -> float | None:
+    """The number that `torch.full` fills a node with; None: it is made otherwise."""
+    number = node.args[1] if node.target is torch.full and len(node.args) > 1 else None
+    return float(number) if isinstance(number, (int, float)) else None

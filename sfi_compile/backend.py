@@ -19,10 +19,11 @@ from sfi_compile.compat.inductor import compile_graph, mode_patches
 from sfi_compile.config import Config, within
 from sfi_compile.cost_model import CostModel, SiteShape
 from sfi_compile.diagnostics import DenseGraph
+from sfi_compile.guard import GuardInputs
 from sfi_compile.passes import pipeline
 from sfi_compile.passes.base import ContextSizedError, VerificationError, Work
 from sfi_compile.passes.dataflow import DataFlow, alike, extract
-from sfi_compile.runtime import DecodeRunner, GuardInputs
+from sfi_compile.runtime import DecodeRunner
 from sfi_compile.site import CacheWrite, MatchResult, RejectedSitesError, Rejection, Site
 
 log = logging.getLogger("sfi_compile")

@@ -48,6 +48,7 @@ Options = Annotated[
     list[str] | None, typer.Option("--option", help="Backend option as key=value, e.g. k_head=512; may be repeated.")
 ]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
+BenchDtype = Annotated[str, typer.Option(help="auto (bfloat16 on CUDA, else float32), float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Shapes = Annotated[
     str, typer.Option("--shape", help="tiny-cpu, smollm2-135m, qwen3-0.6b or qwen3-4b; comma-separated.")
@@ -75,7 +76,7 @@ def generate(
     options = parse_options(option)
     from sfi_compile.lab import report
 
-    report.check_json_path(json)
+    report.check_path(json)
     from sfi_compile.lab import models
     from sfi_compile.lab.generate import GenerateSettings, Observer, run_generate
 
@@ -115,7 +116,7 @@ def explain(
     options = parse_options(option)
     from sfi_compile.lab import report
 
-    report.check_json_path(json)
+    report.check_path(json)
     screen = report.Screen()
     if families:
         from sfi_compile.lab.survey import run_survey
@@ -151,8 +152,16 @@ def bench(
     context: Counts = "2048,8192,32768",
     new_tokens: Annotated[int, typer.Option(help="Decode steps of the measured run.", **_whole(8))] = 64,
     step_tokens: Annotated[int, typer.Option(help="New tokens a row in one step, 1 to 8.", **_whole(1, 8))] = 1,
+    kernel: Annotated[
+        bool, typer.Option("--kernel", help="Instead, attention over a memory against flash attention, on a GPU.")
+    ] = False,
+    layers: Annotated[int | None, typer.Option(help="Only so many layers, for a quick look.", **_whole(1))] = None,
+    against: Annotated[
+        str, typer.Option(help="On a GPU, what to compare with: dense, flash, kernel, by commas; or none.")
+    ] = "dense,flash,kernel",
+    plot: Annotated[Path | None, typer.Option(help="PNG of throughput and speed-up against context.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights, cache and tokens.", **_whole(0))] = 0,
-    dtype: Dtype = "float32",
+    dtype: BenchDtype = "auto",
     device: Device = "auto",
     option: Options = None,
     threads: Threads = None,
@@ -163,19 +172,38 @@ def bench(
     batches, contexts = parse_counts("--batch", batch), parse_counts("--context", context)
     from sfi_compile.lab import report
 
-    report.check_json_path(json)
+    report.check_path(json)
+    report.check_path(plot, "--plot")
+    if plot is not None:
+        from sfi_compile.lab.plots import import_pyplot
+
+        import_pyplot()
+    screen = report.Screen()
+    if kernel:
+        from sfi_compile.lab.kernel_bench import KernelBenchSettings, run_kernel_bench
+
+        with screen.busy("starting"):
+            result = run_kernel_bench(KernelBenchSettings(batches, contexts, seed), screen.describe)
+        report.show_kernels(screen, result)
+        report.write_json(json, result)
+        return
     from sfi_compile.lab import models
-    from sfi_compile.lab.bench import BenchSettings, run_bench
+    from sfi_compile.lab.bench import BenchSettings, parse_ways, run_bench
 
     _set_threads(threads)
-    screen = report.Screen()
     shapes = tuple(name.strip() for name in shape.split(","))
-    where = models.parse_dtype(dtype), models.parse_device(device)
-    settings = BenchSettings(shapes, batches, contexts, new_tokens, *where, options, seed, step_tokens)
+    place = models.parse_device(device)
+    numeric = models.parse_dtype({"cuda": "bfloat16", "cpu": "float32"}[place] if dtype == "auto" else dtype)
+    more = seed, step_tokens, layers, parse_ways(against)
+    settings = BenchSettings(shapes, batches, contexts, new_tokens, numeric, place, options, *more)
     with screen.busy("starting"):
         result = run_bench(settings, screen.describe)
     report.show_bench(screen, result)
     report.write_json(json, result)
+    if plot is not None:
+        from sfi_compile.lab.plots import plot_bench
+
+        plot_bench(result, plot)
 
 
 @app.command(epilog="Example: sfi doctor")
@@ -183,7 +211,7 @@ def doctor(device: Device = "auto", json: Json = None) -> None:
     """Check the installation: versions, compiler, backend, and a small decoder. Exit code 1 if something is wrong."""
     from sfi_compile.lab import report
 
-    report.check_json_path(json)
+    report.check_path(json)
     from sfi_compile.lab import models
     from sfi_compile.lab.doctor import run_doctor
 

@@ -86,7 +86,9 @@ def rejections() -> tuple[Rejection, ...]:
 
 
 def stats() -> Stats:
-    """What slow and fast steps have done so far in this process."""
+    """What slow and fast steps have done so far in this process; on a GPU, waits for the last step."""
+    for runner in runners:
+        runner.settle()
     c = counters
     return Stats(
         slow_steps=c.slow_steps,

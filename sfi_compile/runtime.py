@@ -6,11 +6,10 @@ needs from the device comes over in one read. State tensors are allocated once a
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from sfi_compile import diagnostics
 from sfi_compile.config import Config
+from sfi_compile.guard import Found, GuardInputs, Reader
 from sfi_compile.ops import RowStatus
 from sfi_compile.triggers import Row, Trigger, refreshed, trigger
 
@@ -28,39 +28,6 @@ _WARNINGS = {
     RowStatus.AHEAD: "row {row} attends to positions after the one written, {position}: its mask lets them through, or "
     "blocks all of them with a number that is not -inf; it stays dense",
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class GuardInputs:
-    """Where the guard finds its inputs among the graph's."""
-
-    positions: Callable[..., tuple[Tensor | int, ...]]
-    """Computes where the sites write (all positions, or the first) from the inputs at `position_arguments`, without
-    side effects. Of sites that compute it in the same way, each from its own counter, one stands for all."""
-    position_arguments: tuple[int, ...]
-    fixed_positions: tuple[int, ...]
-    """First positions that are numbers in the graph."""
-    counters: tuple[tuple[int, ...], ...]
-    """Those counters: inputs that must be equal within each group."""
-    tokens: int | None
-    lengths: tuple[int, ...]
-    """Positions of the shortest cache that is written at each of them, the fixed ones last."""
-    watched: tuple[int, ...]
-    """Inputs that nobody else may change while a memory lives: all cache roots, and what keys and values are computed
-    from beside them."""
-    identical: tuple[int, ...]
-    """Those of them that must be the same objects: all that are no caches; the root, too, where it is not telling."""
-    telling: bool
-    """Whether the fingerprint depends on the tokens before it."""
-    root: int
-    """Input whose row is the fingerprint."""
-    axis: int
-    """Sequence axis of the root."""
-    batch: int
-    batch_axis: int | None
-    """Batch axis of the root (None: one row, or unknown: then all rows continue or none)."""
-    queries: int
-    """Tokens that a step feeds a row."""
 
 
 class DecodeRunner:
@@ -82,6 +49,15 @@ class DecodeRunner:
         self.arguments = tuple(state.values())
         self.rows = [Row() for _ in range(guard.batch)]
         self.boundary = frozenset(config.boundary_token_ids) if guard.tokens is not None else frozenset()
+        self.found = Found(self._shared("sfi_status"), self._shared("sfi_context"), state["sfi_held_0"])
+        self.reader = Reader(guard, bool(self.boundary), self.found)
+        # Where the host leaves what it tells; the device has read it when the next step's guard has its answer.
+        self.told = {
+            name: torch.empty(guard.batch, dtype=state[name].dtype, pin_memory=state[name].is_cuda)
+            for name in ("sfi_slow_rows", "sfi_status", "sfi_refreshed_at")
+        }
+        self.unsettled: tuple[int, list[Trigger | None]] | None = None
+        """Position and reasons of a slow step of which nobody has read yet what it left."""
         self.next_position: int | None = None
         self.fingerprint: Tensor | None = None
         self.marks: list[Any] = []
@@ -95,11 +71,21 @@ class DecodeRunner:
         """Bytes of all state tensors."""
         return sum(t.numel() * t.element_size() for t in self.arguments)
 
+    def _shared(self, name: str) -> tuple[Tensor, ...]:
+        """State that sites share, once for each device."""
+        return tuple(t for full, t in self.state.items() if full.rstrip("0123456789").rstrip("_") == name)
+
     def drop_memory(self) -> None:
         """Forget every row: the next step is slow."""
         self.rows = [Row() for _ in range(self.guard.batch)]
-        self.next_position = None
+        self.next_position = self.unsettled = None
         self.warned.clear()
+
+    def settle(self) -> None:
+        """Read what the last step left on the device now, instead of with the next step; waits for the device."""
+        with self.lock:
+            if self.unsettled is not None:
+                self._settle([values.tolist() for values in self.found.values()])
 
     def __call__(self, *args: Any) -> Any:
         """Run one step with the graph's own inputs.
@@ -111,13 +97,13 @@ class DecodeRunner:
             position, why, status = self._decide(args)
             slow = any(why)
             if slow:
-                self._announce(why, status)
+                self._announce(position, why, status)
             # Until the step is done, no row may trust what is half done: an error leaves all rows slow.
             self.next_position = None
             out = (self.slow if slow else self.fast)(*args, *self.arguments)
-            if slow:
-                self._settle(position, why)
             self._count(position, why)
+            if slow:
+                self.unsettled = position, why
             if status is not RowStatus.SPLIT:
                 self._remember(args, position)
             return out
@@ -125,63 +111,23 @@ class DecodeRunner:
     def _decide(self, args: Sequence[Any]) -> tuple[int, list[Trigger | None], RowStatus]:
         """The step's last position, why each row must be slow (None: it may be fast), and what slow rows start from."""
         g = self.guard
-        written = [*g.positions(*(args[i] for i in g.position_arguments)), *g.fixed_positions]
-        flags: list[Tensor] = []
-        for position in written:
-            if isinstance(position, Tensor):
-                flat = position.reshape(-1)
-                if flat.shape[0] > 1:
-                    flags += [flat[:1], flat[-1:], (flat.diff() == 1).all().reshape(1)]
-                else:
-                    flags.append(flat)
-        for group in g.counters:
-            counters = torch.stack([args[i] for i in group])
-            flags.append((counters == counters[0]).all().reshape(1))
-        if self.boundary and g.tokens is not None:
-            flags.append(args[g.tokens].reshape(-1))
         trusted = self.next_position is not None and self._untouched(args)
-        if trusted:
-            flags.append(self._same_rows(args[g.root]))
-        values = iter(torch.cat(flags).tolist() if flags else ())  # the one read of a step
-        spans = [self._span(p, length, values) for p, length in zip(written, g.lengths, strict=True)]
-        first, last = spans[0]
-        agree = [next(values) for _ in g.counters]
-        ends = [[next(values) in self.boundary for _ in range(g.queries)] for _ in self.rows if self.boundary]
+        read = self.reader.read(args, self.fingerprint if trusted else None, self.unsettled is not None)
+        if self.unsettled is not None:
+            self._settle(read.found)
+        first, last = read.spans[0]
         # A memory has one position, counted from the start. A slow step needs none, so such a step is slow, and no row
         # gets a memory.
-        split = len(set(spans)) > 1 or not all(agree) or first < 0 or last - first != g.queries - 1
+        split = len(set(read.spans)) > 1 or not read.agree or first < 0 or last - first != g.queries - 1
         trusted = trusted and first == self.next_position and not split
         why: list[Trigger | None] = []
         for b, row in enumerate(self.rows):
-            continues = trusted and bool(next(values))
+            continues = trusted and read.same[b]
             if not continues:
                 row.context = 0  # another sequence, of a length that is not known
-            why.append(trigger(row, self.config, last, continues, bool(ends) and any(ends[b])))
+            ends = bool(read.tokens) and any(token in self.boundary for token in read.tokens[b])
+            why.append(trigger(row, self.config, last, continues, ends))
         return last, why, RowStatus.SPLIT if split else RowStatus.READY
-
-    def _span(self, position: Tensor | int, length: int, values: Iterator[int]) -> tuple[int, int]:
-        """First and last of the positions that a step writes; a last before the first says that they do not follow."""
-        several = isinstance(position, Tensor) and position.numel() > 1
-        first = next(values) if isinstance(position, Tensor) else int(position)
-        last = next(values) if several else first + self.guard.queries - 1
-        if several and not next(values):
-            return first, first - 1
-        if last >= length:
-            raise IndexError(
-                f"sfi: position {last} lies outside the cache, which holds {length} positions; "
-                "give the cache a larger max_cache_len"
-            )
-        return (first + length, last + length) if last < 0 else (first, last)  # counted from the end
-
-    def _same_rows(self, root: Tensor) -> Tensor:
-        """Bool [B]: the root still holds, at the last position, the key row that our last step left there."""
-        g = self.guard
-        assert self.next_position is not None
-        assert self.fingerprint is not None
-        same = root.select(g.axis, self.next_position - 1) == self.fingerprint
-        if g.batch_axis is None:
-            return same.all().expand(g.batch)
-        return same.movedim(g.batch_axis - (g.batch_axis > g.axis), 0).flatten(1).all(1)
 
     def _untouched(self, args: Sequence[Any]) -> bool:
         """The same memory, into which nobody else wrote since our last step, as far as torch tracks it.
@@ -200,31 +146,41 @@ class DecodeRunner:
         watched = [args[i] for i in self.guard.watched]
         return [(t.data_ptr(), None if t.is_inference() else t._version) for t in watched]
 
-    def _announce(self, why: list[Trigger | None], status: RowStatus) -> None:
+    def _announce(self, position: int, why: list[Trigger | None], status: RowStatus) -> None:
+        """Tell the device which rows are slow, and what they start from."""
         statuses = []
         for row in self.rows:
             # A row that is known to be short needs no selection.
             short = row.context > 0 and row.context + self.guard.queries < self.min_context
             statuses.append(max(status, RowStatus.SHORT) if short else status)
-        slow, found = torch.tensor([[w is not None for w in why], statuses])
-        self.state["sfi_slow_rows"].copy_(slow)
-        self.state["sfi_status"].copy_(found)
-        self.state["sfi_context"].zero_()
+        slow = [reason is not None for reason in why]
+        refreshed_at = [position if now else row.refreshed_at for row, now in zip(self.rows, slow, strict=True)]
+        for (name, told), values in zip(self.told.items(), (slow, statuses, refreshed_at), strict=True):
+            told.copy_(torch.tensor(values))
+            for state in self._shared(name):
+                state.copy_(told, non_blocking=True)
+        for context in self.found.context:
+            context.zero_()
 
-    def _settle(self, position: int, why: list[Trigger | None]) -> None:
-        status, context = torch.stack([self.state["sfi_status"], self.state["sfi_context"]]).tolist()
-        held = (self.state["sfi_held_0"] >= 0).sum(-1).float().mean(-1).tolist()
+    def _settle(self, found: Sequence[Sequence[int]]) -> None:
+        """Take over what the last slow step left: status, context and held positions of every row."""
+        assert self.unsettled is not None
+        (position, why), self.unsettled = self.unsettled, None
+        c, heads = diagnostics.counters, self.found.held.shape[1]
+        valid = []
         for b, (row, reason) in enumerate(zip(self.rows, why, strict=True)):
             if reason is None:
                 continue
-            row.context = context[b]
-            if status[b] == RowStatus.READY and row.context >= self.min_context:
+            status, row.context, held = (values[b] for values in found)
+            row.valid = status == RowStatus.READY and row.context >= self.min_context
+            if row.valid:
                 refreshed(row, self.config, position, reason)
-                row.support = held[b]
+                row.support = held / heads
             else:
-                row.valid = False
-                self._warn_once(RowStatus(status[b]), b, position)
-        self.state["sfi_refreshed_at"].copy_(torch.tensor([row.refreshed_at for row in self.rows]))
+                self._warn_once(RowStatus(status), b, position)
+            valid.append(row.valid)
+        c.refreshes += sum(valid)
+        c.short_steps += not any(valid)
 
     def _warn_once(self, status: RowStatus, row: int, position: int) -> None:
         if status in _WARNINGS and status not in self.warned:
@@ -235,13 +191,11 @@ class DecodeRunner:
         c = diagnostics.counters
         if any(why):
             c.slow_steps += 1
-            c.short_steps += not any(row.valid for row, w in zip(self.rows, why, strict=True) if w)
         else:
             c.fast_steps += 1
         for row, reason in zip(self.rows, why, strict=True):
             if reason is not None:
                 c.triggers[reason] += 1
-                c.refreshes += row.valid
             else:
                 row.context += self.guard.queries
                 support = min(row.support + position - row.refreshed_at, row.context)

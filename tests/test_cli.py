@@ -67,6 +67,7 @@ def test_the_module_runs_and_ends_with_one_line_and_exit_code_2() -> None:
         (["generate", "--prompt-file", "no-such-file"], ["'no-such-file'", "does not exist"]),
         (["bench", "--shape", "tiny-cpi"], ["'tiny-cpi'", "did you mean 'tiny-cpu'?", "qwen3-4b"]),
         (["bench", "--context", "2048,x"], ["--context", "'2048,x'", "whole numbers >= 1"]),
+        (["bench", "--kernel", "--context", "64"], ["--kernel", "no CUDA device"]),
         (["bench", "--batch", "0"], ["--batch", "'0'", "whole numbers >= 1"]),
         (["doctor", "--json", "no-such-folder/x.json"], ["--json", "no-such-folder", "does not exist"]),
     ],

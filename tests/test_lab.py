@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from sfi_compile.lab import decode, generate, models, report, shapes, texts
+from sfi_compile.lab import bench, decode, generate, models, plots, profile, report, shapes, texts
 from sfi_compile.lab.errors import LabError
 
 SENTENCES = "The committee met on Monday. It read the report, and it agreed. Nobody spoke against the plan; all voted. "
@@ -88,6 +89,32 @@ class TestTexts:
             texts.prompt_ids(tokenizer, "a", 5)
 
 
+def gpu_row(context: int) -> dict[str, Any]:
+    ms = {"matrix products": 2.0, "attention": 0.5, "selector": 0.0, "rest": 0.4}
+    step = {"kernels": 500, "ms": ms, "largest": []}
+    times = {"dense": context / 1000, "flash": 8.0, "kernel": 7.5, "slow": 9.0, "fast": 4.0, "mean": 4.3}
+    return {
+        "shape": "qwen3-4b", "batch": 4, "context": context, "floor_ms": 2.0,
+        **{f"{key}_ms": value for key, value in times.items()},
+        "profile": {"dense": {"dense": step}, "sfi": {"slow": step, "fast": step}}, "compile_s": {"sfi": 100.0},
+        "memory_bytes": 2**20, "cache_bytes": 2**30, "rejections": [],
+    }  # fmt: skip
+
+
+def test_what_a_bench_on_a_gpu_shows(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    result = {"rows": [gpu_row(8192), gpu_row(32768)]}
+    screen = report.Screen()
+    screen.out.width = 200
+    report.show_bench(screen, result)
+    shown = capsys.readouterr().out
+    assert "7.6×" in shown  # 32.768 over 4.3
+    assert "1.7×" in shown  # the better of both dense ways
+    assert "sfi" in shown
+    pytest.importorskip("matplotlib")
+    plots.plot_bench(result, tmp_path / "bench.png")
+    assert (tmp_path / "bench.png").read_bytes()[:4] == b"\x89PNG"
+
+
 class TestNumbers:
     def test_agreement(self) -> None:
         assert generate.agreement([1, 2, 3], [1, 2, 3]) == {"matching": 3, "of": 3, "first_difference": None}
@@ -112,6 +139,40 @@ class TestNumbers:
             assert model.num_parameters() * 4 - sizes[-1] == (0 if shape.tied else 100 * 32 * 4)
         # Qwen3 has two norms of the head size more.
         assert sizes[1] - sizes[0] == 2 * 8 * 4
+
+    def test_weight_bytes_of_a_mixture_count_the_experts_used(self) -> None:
+        pytest.importorskip("transformers")
+        import torch
+
+        shape = shapes.Shape("qwen3_moe", 2, 32, 4, 2, 8, 16, 100, experts=8, experts_used=2)
+        model = shapes.build(shape, torch.float32, "cpu", 64)
+        whole = shapes.weight_bytes(model, shape, 4)
+        assert whole == model.num_parameters() * 4
+        assert whole - shapes.weight_bytes(model, shape, 1) == 2 * 6 * 3 * 32 * 16 * 4
+
+    def test_some_layers_of_a_shape(self) -> None:
+        assert shapes.find_shape("qwen3-4b", 2).layers == 2
+        assert shapes.find_shape("qwen3-4b").layers == 36
+        with pytest.raises(LabError, match="--layers 37: qwen3-4b has 36; allowed: 1 to 36"):
+            shapes.find_shape("qwen3-4b", 37)
+
+    def test_what_to_compare_with(self) -> None:
+        assert bench.parse_ways("flash, dense") == ("dense", "flash", "sfi")
+        assert bench.parse_ways("none") == ("sfi",)
+        with pytest.raises(LabError, match="'fast'; allowed: dense, flash, kernel, or none"):
+            bench.parse_ways("dense,fast")
+
+    def test_kernels_are_grouped_by_name(self) -> None:
+        groups = {
+            "nvjet_sm90_tst_64x8_64x16_4x1_v_bz_TNT": "matrix products",
+            "triton_tem_fused_dense_decode_8": "attention",
+            "void pytorch_flash::flash_fwd_splitkv_kernel": "attention",
+            "threshold": "selector",
+            "evidence": "selector",
+            "pack": "selector",
+            "triton_poi_fused_mul_silu_9": "rest",
+        }
+        assert {name: profile.group_of(name) for name in groups} == groups
 
     def test_support_bytes(self) -> None:
         assert shapes.SHAPES["tiny-cpu"].support_bytes(3, 10.0, 2) == 2 * 4 * 3 * 2 * 10 * 64 * 2

@@ -20,13 +20,12 @@ import torch
 
 import sfi_compile
 from sfi_compile.compat.inductor import fresh_cache
+from sfi_compile.lab.bench_gpu import BOUNDARY_SHARE, DENSE_WAYS, WAYS, measure_on_gpu
 from sfi_compile.lab.decode import Decoder, forget_graphs, interquartile_range, median, synchronize
 from sfi_compile.lab.errors import LabError
 from sfi_compile.lab.peak import peak_above, peak_rss
 from sfi_compile.lab.shapes import Shape, build, filled_cache, find_shape, weight_bytes
 
-BOUNDARY_SHARE = 20
-"""One token id in so many is a boundary; tokens are drawn uniformly, so sentences last this long on average."""
 WARM_STEPS = 6
 """Untimed steps before the measured ones: they compile both variants."""
 FORCED_SLOW_STEPS = 8
@@ -55,6 +54,19 @@ class BenchSettings:
     seed: int = 0
     step_tokens: int = 1
     """New tokens a row in one step, 1 to 8, as when drafts are verified."""
+    layers: int | None = None
+    """Only so many layers of each shape, for a quick look."""
+    ways: tuple[str, ...] = WAYS
+    """On a GPU: what to measure."""
+
+
+def parse_ways(text: str) -> tuple[str, ...]:
+    """What a GPU bench measures, from `--against`. Raises LabError for an unknown one, with those allowed."""
+    names = [name.strip() for name in text.split(",")] if text != "none" else []
+    for name in names:
+        if name not in DENSE_WAYS:
+            raise LabError(f"--against {name!r}; allowed: {', '.join(DENSE_WAYS)}, or none")
+    return (*(way for way in DENSE_WAYS if way in names), "sfi")
 
 
 def run_bench(settings: BenchSettings, status: Callable[[str], None]) -> dict[str, Any]:
@@ -63,7 +75,7 @@ def run_bench(settings: BenchSettings, status: Callable[[str], None]) -> dict[st
     Raises:
         LabError: unknown shape, or a row without a single fast step.
     """
-    chosen = {name: find_shape(name) for name in settings.shapes}
+    chosen = {name: find_shape(name, settings.layers) for name in settings.shapes}
     status("measuring the memory bandwidth")
     bandwidth = copy_bandwidth(settings.device)
     rows: list[dict[str, Any]] = []
@@ -72,14 +84,15 @@ def run_bench(settings: BenchSettings, status: Callable[[str], None]) -> dict[st
             for context in settings.contexts:
                 row = f"{name}, batch {batch}, context {context}"
                 tell = functools.partial(_tell, status, row)
-                rows.append(_measure(name, shape, batch, context, settings, bandwidth, tell))
-                peaks = [found["peak_rss_bytes"] for found in rows if found["peak_rss_bytes"] is not None]
+                torch.manual_seed(settings.seed)
+                measure = measure_on_gpu if settings.device.startswith("cuda") else _measure
+                rows.append({"shape": name} | measure(shape, batch, context, settings, bandwidth, tell))
+                peaks = [found["peak_rss_bytes"] for found in rows if found.get("peak_rss_bytes") is not None]
                 rows[-1]["peak_rss_bytes"] = max(peaks, default=None)
     return {"rows": rows, "bandwidth_gb_s": bandwidth / 1e9, "versions": versions(), "threads": torch.get_num_threads()}
 
 
 def _measure(
-    name: str,
     shape: Shape,
     batch: int,
     context: int,
@@ -87,7 +100,6 @@ def _measure(
     bandwidth: float,
     status: Callable[[str], None],
 ) -> dict[str, Any]:
-    torch.manual_seed(settings.seed)
     steps, width = WARM_STEPS + settings.new_tokens + FORCED_SLOW_STEPS + PEAK_STEPS, settings.step_tokens
     longest = context + steps * width
     status("building the decoder")
@@ -127,7 +139,7 @@ def _measure(
     if not sparse.timed("fast"):
         reasons = [f"{counted.slow_steps} slow steps, {counted.short_steps} of them short of the minimum context"]
         reasons += [str(rejection) for rejection in counted.rejections]
-        raise LabError(f"{name}, context {context}: no fast step was timed ({'; '.join(reasons)})")
+        raise LabError(f"batch {batch}, context {context}: no fast step was timed ({'; '.join(reasons)})")
     timed = {kind: decoder.timed(kind) for kind, decoder in (("dense", dense), ("slow", sparse), ("fast", sparse))}
     so_far = peak_rss()  # before it is reset to measure single steps
     peaks = _peaks(dense, sparse, tokens[forced.stop :], settings.device)
@@ -135,7 +147,6 @@ def _measure(
     itemsize = torch.empty(0, dtype=settings.dtype).element_size()
     read = weight_bytes(model, shape) + shape.support_bytes(batch, counted.support or 0.0, itemsize)
     return {
-        "shape": name,
         "batch": batch,
         "context": context,
         "step_tokens": width,

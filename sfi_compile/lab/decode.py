@@ -42,13 +42,21 @@ class Decoder:
     Args:
         model: causal decoder with `forward(input_ids, cache=…)`.
         cache: its static cache, already filled by `prefill` (or by hand).
-        backend: "inductor" (the dense reference) or "sfi".
+        backend: "inductor" (the dense reference), "sfi", or a function.
         options: options of `backend="sfi"`.
+        mode: Inductor mode, with the other backends.
     """
 
-    def __init__(self, model: Any, cache: Any, backend: str, options: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        cache: Any,
+        backend: str | Callable[..., Any],
+        options: dict[str, Any] | None = None,
+        mode: str | None = None,
+    ) -> None:
         self.steps: list[Step] = []
-        self._call: Any = torch.compile(model, backend=backend, dynamic=False, options=options)
+        self._call: Any = torch.compile(model, backend=backend, dynamic=False, options=options, mode=mode)
         self._keywords = {cache_keyword(model): cache, "use_cache": True}
         self._counted = backend == "sfi"
         if self._counted:

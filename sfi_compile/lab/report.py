@@ -89,14 +89,14 @@ class Screen:
             self._streaming = False
 
 
-def check_json_path(path: Path | None) -> None:
-    """Refuse a `--json` file that cannot be written, before anything long runs. Raises LabError."""
+def check_path(path: Path | None, option: str = "--json") -> None:
+    """Refuse a file that cannot be written, before anything long runs. Raises LabError."""
     if path is None:
         return
     if path.is_dir():
-        raise LabError(f"--json {str(path)!r} is a folder; give a file name")
+        raise LabError(f"{option} {str(path)!r} is a folder; give a file name")
     if not path.absolute().parent.is_dir():
-        raise LabError(f"--json {str(path)!r}: the folder {str(path.absolute().parent)!r} does not exist")
+        raise LabError(f"{option} {str(path)!r}: the folder {str(path.absolute().parent)!r} does not exist")
 
 
 def write_json(path: Path | None, data: Mapping[str, Any]) -> None:
@@ -143,6 +143,9 @@ def show_generate(screen: Screen, result: Mapping[str, Any]) -> None:
 
 def show_bench(screen: Screen, result: Mapping[str, Any]) -> None:
     """Tables of `sfi bench`."""
+    if any("profile" in row for row in result["rows"]):
+        _show_bench_on_gpu(screen, result)
+        return
     kinds = ("dense", "slow", "fast")
     times = _table("step time, ms (median ±interquartile range)", "decoder", *kinds, "mean", "floor", "gain")
     costs = _table(
@@ -162,6 +165,45 @@ def show_bench(screen: Screen, result: Mapping[str, Any]) -> None:
     _warn_if_busy(screen, [share for row in result["rows"] for share in row["processor_share"].values()])
     for row in result["rows"]:
         show_rejections(screen, row["rejections"])
+
+
+def _show_bench_on_gpu(screen: Screen, result: Mapping[str, Any]) -> None:
+    ways, kinds = ("dense", "flash", "kernel"), ("slow", "fast", "mean")
+    columns = [*ways, *kinds, "floor", "gain", "over best"]
+    times = _table("step time, ms (median; CUDA graphs)", "decoder", *columns)
+    groups = ("matrix products", "attention", "selector", "rest")
+    shares = _table("GPU time of a step, ms", "decoder", "step", "kernels", *groups)
+    costs = _table("costs", "decoder", *(f"compile {way} s" for way in (*ways, "sfi")), "memory MiB", "KV cache MiB")
+    for row in result["rows"]:
+        name = f"{row['shape']} {row['batch']}×{row['context']}"
+        best = min((row[f"{way}_ms"] for way in ways[1:] if row[f"{way}_ms"]), default=None)
+        gains = [_gain(row["dense_ms"], row["mean_ms"]), _gain(best, row["mean_ms"])]
+        times.add_row(name, *(_number(row[f"{key}_ms"], ".4g") for key in (*ways, *kinds, "floor")), *gains)
+        for way, steps in row["profile"].items():
+            for kind, found in steps.items():
+                label = kind if way == "sfi" else way
+                shares.add_row(name, label, str(found["kernels"]), *(_number(found["ms"][g], ".3f") for g in groups))
+        compiling = [_number(row["compile_s"].get(way), ".0f") for way in (*ways, "sfi")]
+        costs.add_row(name, *compiling, *(f"{row[key] / 2**20:.0f}" for key in ("memory_bytes", "cache_bytes")))
+    for table in (times, shares, costs):
+        screen.out.print(table)
+    for row in result["rows"]:
+        show_rejections(screen, row["rejections"])
+
+
+def _gain(slower: float | None, faster: float | None) -> str:
+    return f"{slower / faster:.1f}×" if slower and faster else "–"
+
+
+def show_kernels(screen: Screen, result: Mapping[str, Any]) -> None:
+    """Table of `sfi bench --kernel`."""
+    columns = "batch", "context", "kept", "slots", "memory µs", "flash µs", "gain"
+    table = _table("attention over the memory, against flash attention over the context", *columns)
+    for row in result["rows"]:
+        kept, gain = f"{row['kept_percent']:g} %", f"{row['speedup']:.2f}×"
+        times = [f"{row[key]:.1f}" for key in ("kernel_us", "flash_us")]
+        table.add_row(str(row["batch"]), str(row["context"]), kept, str(row["slots"]), *times, gain)
+    screen.out.print(table)
 
 
 def show_families(screen: Screen, result: Mapping[str, Any]) -> None:

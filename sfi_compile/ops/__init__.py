@@ -5,8 +5,10 @@ Passes emit them, and `lower` replaces those of the fast path. This room knows k
 
 from __future__ import annotations
 
+from sfi_compile.ops.device import dense_decode, pack_rows, select_rows
 from sfi_compile.ops.fast import append, gather, memory_attention
 from sfi_compile.ops.form import attention
+from sfi_compile.ops.linear import linear
 from sfi_compile.ops.slow import dense_attention, frame, pack, select
 from sfi_compile.ops.status import RowStatus
 
@@ -15,12 +17,16 @@ __all__ = [
     "append",
     "attention",
     "dense_attention",
+    "dense_decode",
     "frame",
     "gather",
+    "linear",
     "memory_attention",
     "pack",
+    "pack_rows",
     "plain",
     "select",
+    "select_rows",
 ]
 
 plain = {"gather": gather, "append": append, "memory_attention": memory_attention}

@@ -96,6 +96,7 @@ def memory_attention(
     scale: float,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    length: Tensor | None = None,
 ) -> Tensor:
     """Attention over the memory (the fast path).
 
@@ -108,12 +109,15 @@ def memory_attention(
         scale: factor of the logits.
         softcap: logits x become `softcap * tanh(x / softcap)` before the mask; 0: they do not.
         sinks: [1 or B, 1 or Hq, 1 or Q, C], logits that take weight and give nothing.
+        length: int64 [B], one past the last filled slot of each row; later slots are not looked at. None: all are.
 
     Returns:
-        [B, Hq, Q, Dv].
+        [B, Hq, Q, Dv]; zeros for a query that may attend to nothing.
     """
     kv_heads = mem_k.shape[1]
     full = (held >= 0).unsqueeze(2)
+    if length is not None:
+        full = full & (torch.arange(held.shape[2], device=held.device) < length.reshape(-1, 1, 1, 1))
     if mask.shape[1] != kv_heads:
         mask = attention.pack_mask(mask, q.shape[1], kv_heads, q.shape[2])
     elif mask.shape[2] > 1:

@@ -40,7 +40,8 @@ def frame(
     spec: str,
     selected_end: int,
     slots: int,
-    filled: bool = False,
+    number: float | None = None,
+    fill: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What a refresh needs that is the same for every site under one mask. Of the slow rows; undefined in others.
 
@@ -51,7 +52,9 @@ def frame(
         spec: `SelectorSpec.to_text()`.
         selected_end: first slot of the recent segment (sink + k_head).
         slots: slots of the memory.
-        filled: blocked logits become a number, so that a query whose tokens are all blocked attends to all.
+        number: what blocked logits become, so that a query whose tokens are all blocked, or let through no better than
+            that, attends to all. None: they have no weight.
+        fill: the same as a float that broadcasts to [B, Hq, Q, N], where it is no one number.
 
     Returns:
         extent int64 [B, 3]: tokens that the last query attends to with any head, one past the last token that any
@@ -67,8 +70,9 @@ def frame(
     held = torch.full((extent.shape[0], slots), -1, dtype=torch.int64, device=mask.device)
     for b in _flagged(slow_rows):
         attended = attention.may_attend(mask[b if mask.shape[0] > 1 else 0])
-        if filled:
-            sees = attended.any(-1, keepdim=True)
+        blocked = number if fill is None else fill[b if fill.shape[0] > 1 else 0]
+        if blocked is not None:
+            sees = attention.sees_any(mask[b if mask.shape[0] > 1 else 0], blocked)
             attended = attended | ~sees
             extent[b, 2] = ~sees.all()
         by_query = attended.any(0)
@@ -90,7 +94,8 @@ def _(
     spec: str,
     selected_end: int,
     slots: int,
-    filled: bool = False,
+    number: float | None = None,
+    fill: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch = slow_rows.shape[0]
     return (

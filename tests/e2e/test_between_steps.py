@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import copy
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from torch import Tensor
 
 import sfi_compile
 from tests.decoders import BY_NAME
-from tests.harness import FULL, compiled, eager_lowering, kind_since, prompt
+from tests.harness import FULL, SMALL, compiled, eager_lowering, kind_since, prompt
 
 LLAMA = BY_NAME["llama"]
 
@@ -47,6 +48,30 @@ def test_any_cache_that_is_edited_drops_the_memory(edit: str) -> None:
             kinds.append(kind_since(before))
             torch.testing.assert_close(ours, LLAMA.call(model.forward, token, caches[1], 0), rtol=1e-4, atol=1e-4)
     assert kinds == ["slow", "fast", "fast", "slow", "fast", "fast"]
+
+
+def test_what_a_slow_step_leaves_is_read_with_the_next_one() -> None:
+    """Asking for the counters reads it at once, and must not change what the steps do."""
+    model, config = LLAMA.build()
+    settings = {**SMALL, "boundary_token_ids": (5, 9)}
+    tokens = prompt(2, 24, 1).split(1, dim=1)
+    found = []
+    for asks in (True, False):
+        sfi_compile.reset()
+        cache = transformers.StaticCache(config=config, max_cache_len=64)
+        with torch.no_grad(), eager_lowering():
+            forward = compiled(model, **settings)
+            LLAMA.call(model.forward, prompt(2, 20), cache, 0)
+            logits = []
+            for token in tokens:
+                logits.append(LLAMA.call(forward, token.clone(), cache, 0))
+                if asks:
+                    sfi_compile.stats()
+            found.append((torch.cat(logits, 1), sfi_compile.stats()))
+    (first, asked), (second, not_asked) = found
+    assert torch.equal(first, second)
+    assert dataclasses.replace(asked, graphs=0) == dataclasses.replace(not_asked, graphs=0)
+    assert asked.refreshes >= 4
 
 
 class Attending(torch.nn.Module):

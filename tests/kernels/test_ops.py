@@ -18,6 +18,8 @@ from sfi_compile.config import Config
 from tests.kernels.cases import Attention, attentions, poisoned_empty
 
 SFI = torch.ops.sfi
+ON_DEVICE = ("dense_decode", "select_rows", "pack_rows")
+"""Those that launch kernels, and have tests of their own."""
 CONFIG = Config.from_options({"sink": 2, "recent": 4, "k_head": 5, "refresh_interval": 3, "nms_window": 6})
 SPEC = CONFIG.selector().to_text()
 
@@ -147,10 +149,11 @@ def arguments_of(name: str, dtype: torch.dtype) -> tuple[Any, ...]:
         "pack": (k, v, selected, held, slow_rows, status, CONFIG.sink, *memory),
         "append": (k[:, :, :1], v[:, :, :1], at + 1, at.expand(2).clone(), 7, 4, *memory),
         "memory_attention": (q, memory[1], memory[2], memory[0], mask[:, :, :, :14].expand(2, 3, 1, 14), 0.3),
+        "linear": (q, [k[0, 0], k[0, 1, :7]], [None, k[1, 0, :7, 0].clone()]),
     }[name]
 
 
-NAMES = ["gather", "attention", "frame", "dense_attention", "select", "pack", "append", "memory_attention"]
+NAMES = ["gather", "attention", "frame", "dense_attention", "select", "pack", "append", "memory_attention", "linear"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -179,9 +182,21 @@ def test_every_operator_is_covered() -> None:
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith("sfi::")
     }
-    assert registered == set(NAMES)
+    assert registered == {*NAMES, *ON_DEVICE}
 
 
 def test_operators_that_read_flags_stay_out_of_cuda_graphs() -> None:
-    unsafe = {n for n in NAMES if torch._C.Tag.cudagraph_unsafe in getattr(SFI, n).default.tags}
+    unsafe = {n for n in (*NAMES, *ON_DEVICE) if torch._C.Tag.cudagraph_unsafe in getattr(SFI, n).default.tags}
     assert unsafe == {"frame", "dense_attention", "select", "pack"}
+
+
+def test_slots_past_the_length_count_as_empty() -> None:
+    g = torch.Generator().manual_seed(0)
+    q = torch.randn(3, 4, 1, 8, generator=g)
+    k, v = (torch.randn(3, 2, 10, 8, generator=g) for _ in range(2))
+    mask = torch.ones(3, 2, 1, 10, dtype=torch.bool)
+    held, length = torch.arange(10).repeat(3, 2, 1), torch.tensor([10, 4, 0])
+    emptied = held.masked_fill(held >= length[:, None, None], -1)
+    found = torch.ops.sfi.memory_attention(q, k, v, held, mask, 1.0, 0.0, None, length)
+    assert torch.equal(found, torch.ops.sfi.memory_attention(q, k, v, emptied, mask, 1.0))
+    assert found[2].eq(0).all()

@@ -62,6 +62,10 @@ class TestCacheKey:
         }
         assert len(keys) == 4
 
+    def test_it_knows_the_kernels(self) -> None:
+        for part in ("def dense_row(", "class Commuter", "{{def_kernel(", "def pack_rows("):
+            assert part in pipeline._rooms()
+
 
 def test_one_dump_a_stage(tmp_path: Path) -> None:
     compiled(record(minimal, *operands()).module, dump=str(tmp_path / "graphs"))

@@ -145,6 +145,7 @@ class World:
             logits = self.call(torch.tensor(tokens), session.keys, session.values, at, session.start)
         runner = Recorder.last
         assert runner is not None, "the step did not run in a decode graph"
+        runner.settle()
         memories = self.memories.setdefault(id(runner), [None] * session.batch)
         uninterrupted = session.untouched_since is not None and self.served.get(id(runner)) is session.untouched_since
         slow = 0

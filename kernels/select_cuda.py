@@ -1,0 +1,186 @@
+"""The selector on CUDA: all rows and KV heads in seven launches, for `sfi::select`.
+
+The formulas are `selector.py`'s, in float32 and in logs. Nothing is read on the host, so that CUDA graphs can hold it;
+rows that do not refresh cost empty programs, and work grows with what may be attended to, not with what is allocated.
+The same input gives the same bits, whatever the other rows are. Imports torch and `sfi_compile.config`; triton at the
+first call only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+
+from sfi_compile.config import SelectorSpec
+
+BINS = 256
+PARTIALS = 8
+SAMPLED = 8
+"""One of so many keys is counted to find where the k-th lies."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """How the work is cut up; powers of two. The sums' order, so the last bits, depend on `evidence` and `merged`."""
+
+    evidence: int = 1024
+    """Positions that a program turns into evidence, of one head."""
+    evidence_rows: int = 4
+    """Rows of logits that it holds at once."""
+    evidence_warps: int = 4
+    """Warps of such a program."""
+    merged: int = 128
+    """Chunks of evidence whose sums are added at once."""
+    refine: int = 2048
+    """Positions times heads that a program refines."""
+    refine_least: int = 128
+    """Fewest positions of them."""
+    refine_lanes: int = 512
+    """Positions times heads for each warp."""
+    sample: int = 1024
+    """Keys that a program counts, of one head."""
+    choose: int = 2048
+    """Keys that a program takes from, of one head (less than 2^15)."""
+    choose_warps: int = 4
+    """Warps of such a program."""
+    listed: int = 4096
+    """Keys of a list that are looked at together."""
+    listed_warps: int = 16
+    """Warps of such a program."""
+    written: int = 256
+    """Positions that are written together."""
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n (and 1)."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def sample_rank(k: int) -> int:
+    """The rank among the sampled keys below which none of the k largest keys are expected.
+
+    Eight standard deviations allow for scores that come in runs. If it is not enough, `threshold` looks at every key.
+    """
+    return math.ceil(k / SAMPLED + 8 * math.sqrt(k / SAMPLED) + 8)
+
+
+def select_rows(
+    logits: Tensor,
+    lse: Tensor,
+    log_norm: Tensor,
+    slow_rows: Tensor,
+    status: Tensor,
+    extent: Tensor,
+    log_position: Tensor,
+    spec: SelectorSpec,
+    tiles: Tiles = Tiles(),
+) -> Tensor:
+    """Evidence → selection, for the slow rows that are ready for a memory.
+
+    B rows, H KV heads, R evidence rows (query heads of a group times queries), N positions allocated. Whatever belongs
+    to rows that do not refresh, or lies past a row's extent, may be anything.
+
+    Args:
+        logits: float32 [B, H, R, N], last stride 1; -inf where masked.
+        lse: float32 [B, H, R], log-sum-exp of each row of logits (without sinks); -inf for a query that may attend to
+            nothing: it prefers no token.
+        log_norm: float32 [B, H, N], `log(max(‖k‖, 1e-6))`; may be anything off the candidates.
+        slow_rows: bool [B].
+        status: int64 [B] of `RowStatus`.
+        extent: int64 [B, 3], of `sfi::frame`; the second is one past the last position that may be attended to.
+        log_position: float32 [B, N], of `sfi::frame`: -inf off the candidates.
+        spec: the selector's numbers.
+        tiles: how to cut up the work.
+
+    Returns:
+        int64 [B, H, min(k_head, N)], ascending; ties go to the lower position; -1 for unused slots, which come last,
+        and in rows that do not refresh. Candidates whose evidence is zero with every query rank last.
+
+    Raises:
+        ImportError: triton is missing.
+        ValueError: the last stride of the logits is not 1.
+    """
+    from sfi_compile.kernels import triton_scores as scores
+    from sfi_compile.kernels import triton_top_k as top_k
+
+    if logits.stride(-1) != 1:
+        raise ValueError(f"logits have strides {logits.stride()}; allowed: a last one of 1")
+    lse, log_norm, log_position = lse.contiguous(), log_norm.contiguous(), log_position.contiguous()
+    extent = extent.contiguous()
+    batch, heads, rows, size = logits.shape
+    k = min(spec.k_head, size)
+    device = logits.device
+    chunks, pieces = -(-size // tiles.evidence), -(-size // tiles.choose)
+    # By how far a neighbour suppresses, and how positions and heads are tiled for it.
+    radius = min(spec.nms_window // 2, size - 1) if spec.nms_alpha else 0
+    block_h = power_of_two(heads)
+    block = max(tiles.refine // block_h, tiles.refine_least)
+    narrow = 4 * radius <= block
+    stretches = -(-size // (block - 2 * radius if narrow else block))
+    # Arrays of [B, H, N] serve in turn: the mean, then the list's keys; the keys; scores, then the list's positions.
+    mean, refined = torch.empty(2, batch, heads, size, dtype=torch.float32, device=device)
+    staged = heads * block + block_h * block // 4
+    log_s = torch.empty(batch, stretches, staged, dtype=torch.float32, device=device)
+    keys, list_key, list_at = (x.view(torch.int32) for x in (refined, mean, log_s))
+    partials = torch.empty(batch, heads, chunks, PARTIALS, dtype=torch.float32, device=device)
+    weights = torch.empty(batch, 2, heads, dtype=torch.float32, device=device)
+    lengths = [batch * heads * n for n in (BINS, 1, 2, 2 * pieces, 2 * pieces)]
+    counted = torch.empty(sum(lengths), dtype=torch.int32, device=device)
+    bins, listed, cut, segments, before = torch.split(counted, lengths)
+    selected = torch.empty(batch, heads, k, dtype=torch.int64, device=device)
+    which = (slow_rows, status, extent)
+    arithmetic = {"heads": heads, "fast": device.type != "cpu"}
+
+    norm_scale = spec.norm_weight * spec.norm_gamma
+    scores.evidence[chunks, heads, batch](
+        logits, lse, log_norm, log_position, *which, mean, partials, bins, listed,
+        size, chunks, *logits.stride()[:3], norm_scale, spec.alpha, 1.0 / (spec.alpha or 1.0),
+        rows=rows, block_r=min(power_of_two(rows), tiles.evidence_rows), block=tiles.evidence,
+        geometric=spec.alpha == 0, n_bins=BINS, **arithmetic, num_warps=tiles.evidence_warps,
+    )  # fmt: skip
+    clip = spec.lambda_clip if rows == 1 else spec.lambda_clip_multi
+    scores.weigh[heads, batch](
+        partials, *which, weights, chunks, heads, clip, chunk=tiles.evidence, block_c=tiles.merged, num_warps=1
+    )
+    fusing = (mean, log_norm, log_position, weights, *which)
+    refining = (spec.nms_alpha, spec.exclusivity_alpha, 1.0 / spec.exclusivity_temperature)
+    shape = {"block": block, "block_h": block_h, "num_warps": min(max(block * block_h // tiles.refine_lanes, 1), 16)}
+    exclusive = heads > 2 and spec.exclusivity_alpha > 0
+    if narrow:
+        scores.refine[stretches, batch](
+            *fusing, log_s, keys, size, norm_scale, *refining,
+            radius=radius, exclusive=exclusive, **shape, **arithmetic,
+        )  # fmt: skip
+    else:
+        scores.blend[stretches, batch](*fusing, log_s, size, norm_scale, **shape, **arithmetic)
+        peak, ahead, behind, reach = log_s, refined, mean, 0
+        while reach < radius:
+            by = min(2 * reach + 1, radius - reach)
+            scores.widen[chunks, heads, batch](peak, ahead, *which, size, heads, by, block=tiles.evidence, num_warps=4)
+            peak, ahead, behind, reach = ahead, behind, ahead, reach + by
+        scores.refine_wide[stretches, batch](
+            log_s, peak, log_position, *which, keys, size, *refining, exclusive=exclusive, **shape, **arithmetic
+        )
+    each = (pieces, heads, batch)
+    wanted = sample_rank(k)
+    top_k.sample[-(-size // (SAMPLED * tiles.sample)), heads, batch](
+        keys, *which, bins, size, heads, block=tiles.sample, num_warps=4
+    )
+    top_k.gather[each](
+        keys, *which, bins, listed, segments, list_key, list_at, size, pieces, heads, wanted,
+        block=tiles.choose, num_warps=tiles.choose_warps,
+    )  # fmt: skip
+    top_k.threshold[heads, batch](
+        keys, *which, bins, listed, segments, list_key, list_at, cut, before, selected,
+        size, pieces, heads, k, wanted,
+        chunk=tiles.choose, block=tiles.listed, block_c=max(power_of_two(pieces), 32), block_k=1024,
+        num_warps=tiles.listed_warps,
+    )  # fmt: skip
+    top_k.write[each](
+        *which, segments, list_key, list_at, cut, before, selected, size, pieces, heads, k,
+        chunk=tiles.choose, block=tiles.written, num_warps=2,
+    )  # fmt: skip
+    return selected

@@ -1,0 +1,173 @@
+"""`sfi bench` on a GPU: one cache, used by every way of decoding in turn, and where the time of a step goes.
+
+The ways: `dense` (what a user of transformers gets: static cache, CUDA graphs), `flash` and `kernel` (the best dense
+that can be had, see `lab.best_dense`), and `sfi`. They run one after the other: no GPU holds two long caches, and one
+that does nothing else is steady enough. Imports the package's public names, compat and the lab.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import sfi_compile
+from sfi_compile.compat.inductor import fresh_cache
+from sfi_compile.lab.best_dense import kernel_backend, use_flash
+from sfi_compile.lab.decode import Decoder, Step, forget_graphs, median
+from sfi_compile.lab.profile import kernels_of
+from sfi_compile.lab.shapes import Shape, build, filled_cache, rewind, weight_bytes
+
+if TYPE_CHECKING:
+    from sfi_compile.lab.bench import BenchSettings
+
+BOUNDARY_SHARE = 20
+"""One token id in so many is a boundary; tokens are drawn uniformly, so sentences last this long on average."""
+WARM_STEPS = 6
+"""Untimed steps before the measured ones: they compile, warm up and record CUDA graphs."""
+DENSE_STEPS = 16
+FORCED_SLOW_STEPS = 8
+PROFILED_STEPS = 4
+DENSE_WAYS = ("dense", "flash", "kernel")
+WAYS = (*DENSE_WAYS, "sfi")
+MODE = "reduce-overhead"
+"""Inductor mode of all runs: CUDA graphs."""
+
+
+@dataclasses.dataclass
+class Found:
+    """What one way of decoding took."""
+
+    ms: dict[str, float | None]
+    """Median by kind of step: dense, or slow and fast."""
+    natural: list[float]
+    """All measured steps as they came, ms."""
+    compile_s: float
+    profile: dict[str, dict[str, Any]]
+    """By kind of step, of `lab.profile.kernels_of`."""
+    stats: sfi_compile.Stats | None
+    """Counters of the measured steps."""
+    peak_bytes: int = 0
+    """Most that was allocated at once beside model and cache."""
+    sites: int = 0
+    memory_bytes: int = 0
+
+
+def measure_on_gpu(
+    shape: Shape,
+    batch: int,
+    context: int,
+    settings: BenchSettings,
+    bandwidth: float,
+    status: Callable[[str], None],
+) -> dict[str, Any]:
+    """One row of the bench; keys as in docs/cli.md."""
+    width, dtype, device, new_tokens = settings.step_tokens, settings.dtype, settings.device, settings.new_tokens
+    steps = WARM_STEPS + new_tokens + 2 * PROFILED_STEPS + FORCED_SLOW_STEPS
+    longest = context + steps * width
+    status("building the decoder")
+    model = build(shape, dtype, device, longest)
+    cache = filled_cache(model, shape, batch, context, longest)
+    tokens = torch.randint(shape.vocab, (steps, batch, width), device=device)
+    found: dict[str, Found] = {}
+    for way in settings.ways:
+        forget_graphs()
+        rewind(cache, context)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        held = torch.cuda.memory_allocated(device)
+        decoder = _decoder(way, model, cache, context, shape.vocab, settings.options)
+        with fresh_cache():
+            one = found[way] = _run(way, decoder, tokens, new_tokens, status)
+        one.peak_bytes = torch.cuda.max_memory_allocated(device) - held
+        one.sites, one.memory_bytes = decoder.sites(), decoder.memory_bytes()
+        if way == "flash":
+            model.set_attn_implementation("sdpa")
+    forget_graphs()
+    itemsize, weights = torch.empty(0, dtype=dtype).element_size(), weight_bytes(model, shape, batch * width)
+    sfi = found.get("sfi")
+    counted = None if sfi is None else sfi.stats
+    support = 0.0 if counted is None else counted.support or 0.0
+    floors = [(weights + shape.support_bytes(batch, n, itemsize)) / bandwidth * 1e3 for n in (context, support)]
+    return {
+        "batch": batch,
+        "context": context,
+        "step_tokens": width,
+        **{f"{way}_ms": _round(found[way].ms["dense"]) if way in found else None for way in DENSE_WAYS},
+        **{f"{kind}_ms": _round(sfi.ms[kind]) if sfi else None for kind in ("slow", "fast")},
+        "mean_ms": _round(statistics.fmean(sfi.natural)) if sfi else None,
+        "dense_floor_ms": _round(floors[0]),
+        "floor_ms": _round(floors[1]),
+        "compile_s": {way: round(one.compile_s, 1) for way, one in found.items()},
+        "peak_bytes": {way: one.peak_bytes for way, one in found.items()},
+        "profile": {way: one.profile for way, one in found.items()},
+        "memory_bytes": sfi.memory_bytes if sfi else 0,
+        "cache_bytes": sum(t.numel() * t.element_size() for layer in cache.layers for t in (layer.keys, layer.values)),
+        "steps": {"slow": counted.slow_steps, "fast": counted.fast_steps} if counted else {},
+        "triggers": dict(counted.triggers) if counted else {},
+        "support": counted.support if counted else None,
+        "sites": sfi.sites if sfi else 0,
+        "rejections": [rejection.as_dict() for rejection in counted.rejections] if counted else [],
+    }
+
+
+def _decoder(way: str, model: Any, cache: Any, context: int, vocabulary: int, options: dict[str, Any]) -> Decoder:
+    if way == "dense":
+        return Decoder(model, cache, "inductor", mode=MODE)
+    if way == "flash":
+        use_flash(model, context + 1)
+        return Decoder(model, cache, "inductor", mode=MODE)
+    if way == "kernel":
+        return Decoder(model, cache, kernel_backend(MODE))
+    # min_context=0: a fast step is to be measured also where the default would rather stay dense.
+    boundaries = tuple(range(0, vocabulary, BOUNDARY_SHARE))
+    options = {"boundary_token_ids": boundaries, "min_context": 0, "mode": MODE, **options}
+    return Decoder(model, cache, "sfi", options)
+
+
+def _run(way: str, decoder: Decoder, tokens: torch.Tensor, new_tokens: int, status: Callable[[str], None]) -> Found:
+    stream = iter(tokens)
+
+    def step() -> None:
+        decoder.step(next(stream))
+
+    def slow_step() -> None:
+        sfi_compile.reset()
+        step()
+
+    status(f"{way}: compiling")
+    for number in range(WARM_STEPS):
+        if way == "sfi" and number in (2, 4):
+            slow_step()  # both variants, each often enough to be recorded
+        else:
+            step()
+    status(f"{way}: measuring")
+    sfi_compile.reset()
+    first = len(decoder.steps)
+    for _ in range(new_tokens if way == "sfi" else min(new_tokens, DENSE_STEPS)):
+        step()
+    natural = decoder.steps[first:]
+    stats = sfi_compile.stats() if way == "sfi" else None
+    if stats is None:
+        ms = {"dense": _ms(natural)}
+        profile = {"dense": kernels_of(step, PROFILED_STEPS)}
+    else:
+        forced = len(decoder.steps)
+        for _ in range(FORCED_SLOW_STEPS):
+            slow_step()
+        ms = {"slow": _ms(decoder.steps[forced:]), "fast": _ms([s for s in natural if s.kind == "fast"])}
+        # After a refresh come fast steps: no boundary counts before the smallest gap.
+        profile = {"slow": kernels_of(slow_step, PROFILED_STEPS), "fast": kernels_of(step, PROFILED_STEPS)}
+    return Found(ms, [1e3 * s.seconds for s in natural], decoder.compile_seconds(), profile, stats)
+
+
+def _ms(steps: list[Step]) -> float | None:
+    found = median([s.seconds for s in steps])
+    return None if found is None else 1e3 * found
+
+
+def _round(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)

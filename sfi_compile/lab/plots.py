@@ -1,0 +1,67 @@
+"""Figures of the lab, by matplotlib (an extra). Imports `lab.errors`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sfi_compile.lab.errors import LabError
+
+WAYS = {
+    "dense": "dense, as transformers compiles it",
+    "flash": "dense, flash attention",
+    "kernel": "dense, our kernel",
+    "slow": "sfi, slow step",
+    "fast": "sfi, fast step",
+    "mean": "sfi, mean",
+}
+
+
+def import_pyplot() -> Any:
+    """matplotlib's pyplot, drawing into files. Raises LabError if matplotlib is missing."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise LabError("figures need matplotlib: pip install 'sfi-compile[lab]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def plot_bench(result: Mapping[str, Any], path: Path) -> None:
+    """Throughput (tokens/s) and speed-up over dense against context, a line for each way, shape and batch.
+
+    Raises:
+        LabError: matplotlib is missing.
+    """
+    pyplot = import_pyplot()
+    figure, (speed, gain) = pyplot.subplots(1, 2, figsize=(11, 4.5))
+    lines: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
+    for row in result["rows"]:
+        lines.setdefault((row["shape"], row["batch"]), []).append(row)
+    for (shape, batch), rows in lines.items():
+        for way, label in WAYS.items():
+            timed = [(r["context"], r[f"{way}_ms"], r["dense_ms"]) for r in rows if r.get(f"{way}_ms")]
+            if not timed:
+                continue
+            name = label if len(lines) == 1 else f"{shape}, batch {batch}: {label}"
+            style = {"label": name, "marker": "o", "linestyle": "-" if way == "mean" else "--"}
+            tokens = [1e3 * batch / ms for _, ms, _ in timed]
+            speed.plot([context for context, _, _ in timed], tokens, **style)
+            compared = [(context, dense / ms) for context, ms, dense in timed if dense and way != "dense"]
+            if compared:
+                gain.plot(*zip(*compared, strict=True), **style)
+    title = ", ".join(f"{shape}, batch {batch}" for shape, batch in lines)
+    for axes, what in ((speed, "tokens a second"), (gain, "times faster than dense")):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlabel("context, tokens")
+        axes.set_ylabel(what)
+        axes.grid(True, which="both", alpha=0.3)
+    speed.legend(fontsize="small")
+    figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

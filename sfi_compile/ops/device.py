@@ -1,0 +1,204 @@
+"""Operators of a slow step on a GPU: what `sfi_compile.ops.slow` does, for all rows at once and without a host read.
+
+`lower` puts them in the place of the others, so that a whole slow step is one CUDA graph. Rows that are not slow are
+skipped on the device. Kernels are imported when they are launched: Triton is an optional package.
+
+Shapes: B rows, Hq query heads, Hkv KV heads, G = Hq/Hkv, Q queries, N positions allocated, S memory slots.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sfi_compile.kernels import attention, selector, support
+from sfi_compile.ops.registration import fake_of, only_writes, operator
+from sfi_compile.ops.slow import parse_spec
+from sfi_compile.ops.status import RowStatus
+
+
+def frame(
+    mask: Tensor,
+    slow_rows: Tensor,
+    position: Tensor,
+    spec: str,
+    selected_end: int,
+    slots: int,
+    number: float | None = None,
+    fill: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`sfi::frame` of all rows, slow or not; made to be traced into the graph."""
+    parsed = parse_spec(spec)
+    batch, size, last = slow_rows.shape[0], mask.shape[-1], position[-1]
+    attended = attention.may_attend(mask)
+    blocked = number if fill is None else fill
+    sees = None if blocked is None else attention.sees_any(mask, blocked)
+    if sees is not None:
+        attended = attended | ~sees
+    by_query = attended.any(1).expand(batch, -1, -1)
+    allowed, read = by_query[:, -1], by_query.any(1)
+    length = (read * torch.arange(1, size + 1, device=mask.device)).amax(-1).clamp_min(1)
+    ahead = length > last + 1
+    if sees is not None:
+        ahead = ahead | ~sees.flatten(1).all(1)
+    extent = torch.stack([allowed.sum(-1), length, ahead.long()], 1)
+    candidates = support.candidates(allowed, last, parsed.sink, parsed.recent)
+    held = support.frame(allowed, last, parsed.sink, parsed.recent, selected_end, slots)
+    return extent, selector.log_position(candidates, parsed), held
+
+
+def filled(
+    position: Tensor, refreshed_at: Tensor, slow_rows: Tensor | None, selected_end: int, recent: int, slots: int
+) -> Tensor:
+    """One past the last filled slot of every row, int64 [B], once this step's tokens are appended; made to be traced.
+
+    Zero for slow rows, whose memory is not read in the step that rebuilds it.
+    """
+    length = support.append_slot(position[-1], refreshed_at, selected_end, recent, slots) + 1
+    return length if slow_rows is None else length.masked_fill(slow_rows, 0)
+
+
+def settle(out: Tensor, slow_rows: Tensor, extent: Tensor, status: Tensor, context: Tensor) -> None:
+    """What `sfi::dense_attention` finds in the slow rows, from its output [B, Hq, Q, Dv]; made to be traced."""
+    valid, _, ahead = extent.unbind(1)
+    finite = out.isfinite().flatten(1).all(1)
+    short, broken, early = (int(s) for s in (RowStatus.SHORT, RowStatus.NOT_FINITE, RowStatus.AHEAD))
+    found = torch.where(finite, torch.where(ahead > 0, early, torch.where(valid > 0, 0, short)), broken)
+    status.copy_(torch.where(slow_rows, torch.maximum(status, found), status))
+    context.copy_(torch.where(slow_rows, torch.maximum(context, valid), context))
+
+
+@operator()
+def dense_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    slow_rows: Tensor,
+    extent: Tensor,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    fill: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Dense attention of the slow rows, exactly under the site's mask, and what the selector needs of it.
+
+    Args:
+        q: [B, Hq, Q, Dk].
+        k: [B, Hkv, N, Dk].
+        v: [B, Hkv, N, Dv].
+        mask: bool or float, broadcastable to [B, Hq, Q, N].
+        slow_rows: bool [B].
+        extent: int64 [B, 3], of `sfi::frame`.
+        scale: factor of the logits.
+        softcap: logits x become `softcap * tanh(x / softcap)` before the mask; 0: they do not.
+        sinks: [1 or B, 1 or Hq, 1 or Q, C], logits that take weight and give nothing.
+        fill: what logits become that the mask blocks with False or -inf. None: they have no weight, and a query that
+            may attend to nothing gets zeros.
+
+    Returns:
+        output [B, Hq, Q, Dv] (zero in fast rows), logits float32 [B, Hkv, G*Q, N] (-inf where masked), their
+        log-sum-exp over the tokens float32 [B, Hkv, G*Q], and log norms of the keys float32 [B, Hkv, N]; all but the
+        output are undefined in fast rows, and past the extent.
+    """
+    from sfi_compile.kernels.dense_decode import dense_decode as launch
+
+    return launch(q, k, v, mask, slow_rows, extent, scale, softcap, sinks, fill)
+
+
+@fake_of(dense_decode)
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    batch, kv_heads, size, _dim = k.shape
+    rows = q.shape[1] // kv_heads * q.shape[2]
+    wide = torch.float32
+    return (
+        q.new_empty(*q.shape[:3], v.shape[-1]),
+        q.new_empty(batch, kv_heads, rows, size, dtype=wide),
+        q.new_empty(batch, kv_heads, rows, dtype=wide),
+        q.new_empty(batch, kv_heads, size, dtype=wide),
+    )
+
+
+@operator()
+def select_rows(
+    logits: Tensor,
+    lse: Tensor,
+    log_norm: Tensor,
+    slow_rows: Tensor,
+    status: Tensor,
+    extent: Tensor,
+    log_position: Tensor,
+    spec: str,
+) -> Tensor:
+    """Evidence → selection, for the slow rows that are ready for a memory.
+
+    Args:
+        logits: float32 [B, Hkv, G*Q, N].
+        lse: float32 [B, Hkv, G*Q].
+        log_norm: float32 [B, Hkv, N].
+        slow_rows: bool [B].
+        status: int64 [B] of `RowStatus`.
+        extent: int64 [B, 3], of `sfi::frame`.
+        log_position: float32 [B, N], of `sfi::frame`.
+        spec: `SelectorSpec.to_text()`.
+
+    Returns:
+        int64 [B, Hkv, min(k_head, N)], ascending; -1 for unused slots and in rows that do not refresh.
+    """
+    from sfi_compile.kernels.select_cuda import select_rows as launch
+
+    return launch(logits, lse, log_norm, slow_rows, status, extent, log_position, parse_spec(spec))
+
+
+@fake_of(select_rows)
+def _(logits: Tensor, *rest: Any) -> Tensor:
+    batch, kv_heads, _, size = logits.shape
+    return logits.new_empty(batch, kv_heads, min(parse_spec(rest[-1]).k_head, size), dtype=torch.int64)
+
+
+@operator("held", "mem_k", "mem_v")
+def pack_rows(
+    k: Tensor,
+    v: Tensor,
+    selected: Tensor,
+    frame: Tensor,
+    slow_rows: Tensor,
+    status: Tensor,
+    sink: int,
+    position: Tensor,
+    refreshed_at: Tensor,
+    offset: int,
+    held: Tensor,
+    mem_k: Tensor,
+    mem_v: Tensor,
+) -> None:
+    """Write the new support and its keys and values into the memory of the slow rows that are ready for one, and append
+    this step's tokens to that of the rows that are not slow.
+
+    One operator, because Inductor copies a tensor that two operators write one after the other.
+
+    Args:
+        k: [B, Hkv, N, Dk].
+        v: [B, Hkv, N, Dv].
+        selected: int64 [B, Hkv, k_head].
+        frame: int64 [B, S]: the support but for the selected tokens, of `sfi::frame`.
+        slow_rows: bool [B].
+        status: int64 [B] of `RowStatus`.
+        sink: first slot of the selected tokens.
+        position: int64 [Q], ascending.
+        refreshed_at: int64 [B].
+        offset: slot of the token of a refresh; -1: every row is slow.
+        held: int64 [B, Hkv, S], written: position in each slot, -1 for empty.
+        mem_k: [B, Hkv, S, Dk], written.
+        mem_v: [B, Hkv, S, Dv], written.
+    """
+    from sfi_compile.kernels import pack_cuda
+
+    pack_cuda.pack_rows(k, v, selected, frame, slow_rows, status, sink, held, mem_k, mem_v)
+    if offset >= 0:
+        pack_cuda.append_rows(k, v, slow_rows, position, refreshed_at, offset, held, mem_k, mem_v)
+
+
+fake_of(pack_rows)(only_writes)

@@ -1,0 +1,316 @@
+"""Selector and packing for CUDA without a GPU: interpreted, against oracle and plain form; and compiled.
+
+What must not be read holds NaN: rows that do not refresh, what lies past a row's extent, keys that are no candidates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from sfi_compile.config import SelectorSpec
+from sfi_compile.kernels import pack_cuda, reference, select_cuda, selector, support
+from sfi_compile.kernels.select_cuda import Tiles
+from sfi_compile.ops.status import RowStatus
+from tests.kernels.test_selector import Case, chosen_of, score_error, spec_with
+from tests.kernels.triton_tools import TARGETS, interpreted, needs_triton
+
+pytestmark = needs_triton
+INF = math.inf
+SMALL = Tiles(evidence=32, merged=2, refine=128, refine_least=32, sample=16, choose=32, listed=64, written=16)
+"""So that a short context has several chunks of everything."""
+
+
+@dataclasses.dataclass
+class Row:
+    """One row of a batch: the oracle's view of it, and how far it goes."""
+
+    case: Case
+    refreshes: bool = True
+    dead: tuple[int, ...] = ()
+    """Rows of logits whose query may attend to nothing."""
+
+    @property
+    def extent(self) -> int:
+        """One past the last position allowed, at least 1."""
+        return max(1, int((self.case.allowed * torch.arange(1, len(self.case.allowed) + 1)).max()))
+
+    def seen(self) -> Case:
+        """What the oracle is to be asked: a query without preference has equal logits."""
+        logits = self.case.logits.clone()
+        logits[:, list(self.dead)] = torch.zeros(len(self.case.allowed)).masked_fill(~self.case.allowed, -INF)
+        return dataclasses.replace(self.case, logits=logits)
+
+
+def row_of(
+    seed: int, heads: int, rows: int, n: int, spec: SelectorSpec, extent: int | None = None, kind: str = "normal"
+) -> Row:
+    g = torch.Generator().manual_seed(seed)
+    logits, keys = 3 * torch.randn(heads, rows, n, generator=g), torch.randn(heads, n, 8, generator=g)
+    if kind == "equal":
+        logits, keys = torch.full_like(logits, 1.3), torch.ones_like(keys)
+    elif kind == "quantised":
+        logits, keys = (logits / 2).round(), torch.ones_like(keys)
+    elif kind == "dominant":
+        logits[..., n // 2] += 40
+    elif kind == "huge":
+        logits *= 3e3
+    allowed = torch.arange(n) < (n if extent is None else extent)
+    logits = logits.masked_fill(~allowed, -INF)
+    return Row(Case(logits, keys, allowed, int(allowed.sum()) - 1, spec))
+
+
+def operands(rows: list[Row]) -> list[Tensor]:
+    """Arguments of `select_rows` before the spec."""
+    batch, n = len(rows), len(rows[0].case.allowed)
+    heads, queries = rows[0].case.logits.shape[:2]
+    logits, lse = torch.full((batch, heads, queries, n), math.nan), torch.full((batch, heads, queries), math.nan)
+    log_norm, log_position = torch.full((batch, heads, n), math.nan), torch.full((batch, n), math.nan)
+    slow, status = torch.zeros(batch, dtype=torch.bool), torch.zeros(batch, dtype=torch.int64)
+    extent = torch.full((batch, 3), -77, dtype=torch.int64)
+    for b, row in enumerate(rows):
+        slow[b] = row.refreshes
+        if not row.refreshes:
+            # Rows of both kinds: fast, and slow but not ready.
+            slow[b], status[b] = b % 2 == 0, int(RowStatus.AHEAD) if b % 2 == 0 else 0
+            continue
+        case, end = row.case, row.extent
+        extent[b] = torch.tensor([end, end, 0])
+        logits[b, ..., :end] = case.logits[..., :end]
+        logits[b, :, list(row.dead), :end] = -INF
+        lse[b] = logits[b, ..., :end].logsumexp(-1)
+        log_norm[b] = case.keys.norm(dim=-1).clamp_min(1e-6).log().masked_fill(~case.cand, math.nan)
+        log_position[b] = selector.log_position(case.cand, case.spec)
+    return [logits, lse, log_norm, slow, status, extent, log_position]
+
+
+def selected_of(rows: list[Row], tiles: Tiles = SMALL) -> Tensor:
+    return interpreted(select_cuda.select_rows, *operands(rows), rows[0].case.spec, tiles)
+
+
+def assert_selected(rows: list[Row], found: Tensor) -> None:
+    """The oracle's positions, except where scores are closer to the k-th than two of them may be off together."""
+    heads, n = rows[0].case.logits.shape[0], len(rows[0].case.allowed)
+    k = min(rows[0].case.spec.k_head, n)
+    assert found.dtype == torch.int64
+    assert found.shape == (len(rows), heads, k)
+    for row, of_row in zip(rows, found, strict=True):
+        if not row.refreshes:
+            assert (of_row == -1).all()
+            continue
+        case = row.seen()
+        scores = reference.score(case.logits, case.keys, case.allowed, case.cand, case.spec)
+        for of_head, score, error in zip(of_row, scores, score_error(case), strict=True):
+            chosen, right = chosen_of(of_head), reference.best(score, case.cand, case.spec.k_head)
+            assert len(chosen) == len(right)
+            assert case.cand[chosen].all()
+            disputed = sorted(set(chosen) ^ set(right))
+            if disputed:
+                kth = score[right].min()
+                assert ((score[disputed] - kth).abs() <= 2 * error.max()).all(), f"{disputed} against {right}"
+
+
+# Selection
+
+
+def test_rows_of_all_kinds_in_one_batch() -> None:
+    spec, n = spec_with(k_head=9), 49
+    rows = [
+        row_of(0, 3, 2, n, spec),
+        row_of(1, 3, 2, n, spec, kind="quantised"),
+        Row(row_of(2, 3, 2, n, spec).case, refreshes=False),
+        Row(row_of(3, 3, 2, n, spec).case, refreshes=False),
+        row_of(4, 3, 2, n, spec, extent=33, kind="dominant"),
+        row_of(5, 3, 2, n, spec, extent=12),  # fewer candidates than k
+        row_of(6, 3, 2, n, spec, extent=1),  # no candidates
+    ]
+    rows[0].dead = (1,)
+    found = selected_of(rows)
+    assert_selected(rows, found)
+    # Bit for bit, whatever the other rows are.
+    assert torch.equal(selected_of(rows[4:5]), found[4:5])
+
+
+@pytest.mark.parametrize(
+    ("heads", "queries", "changes"),
+    [
+        (1, 32, {"k_head": 1}),
+        (2, 5, {"k_head": 60, "alpha": 0.0}),
+        (8, 1, {"k_head": 7, "nms_window": 7}),
+        (3, 3, {"k_head": 7, "nms_window": 2, "nms_alpha": 0.5, "lambda_clip_multi": 1.0}),
+        (3, 2, {"k_head": 7, "nms_window": 0, "lambda_clip_multi": 0.0}),
+        (3, 2, {"k_head": 7, "nms_window": 30}),  # too wide for one tile
+        (5, 2, {"k_head": 7, "exclusivity_alpha": 0.0, "preset": "paper-quality"}),
+    ],
+)
+def test_shapes_and_settings(heads: int, queries: int, changes: dict[str, float]) -> None:
+    rows = [row_of(heads, heads, queries, 43, spec_with(**changes))]
+    assert_selected(rows, selected_of(rows))
+
+
+def test_ends_at_the_edges_of_chunks() -> None:
+    spec = spec_with(k_head=5)
+    rows = [row_of(b, 1, 1, 66, spec, extent=end) for b, end in enumerate((31, 32, 33, 63, 64, 65))]
+    assert_selected(rows, selected_of(rows))
+
+
+def test_equal_scores_choose_the_first_candidates() -> None:
+    spec = spec_with(norm_weight=0, position_weight=0, sink=3, recent=1, k_head=40)
+    found = selected_of([row_of(0, 3, 2, 70, spec, kind="equal")])
+    assert found.tolist() == [[list(range(3, 43))] * 3]
+
+
+def test_huge_logits_and_a_position_masked_for_one_query() -> None:
+    spec = spec_with(k_head=6)
+    row = row_of(1, 1, 2, 40, spec, kind="huge")
+    row.case.logits[:, 0, 7:20] = -INF
+    assert_selected([row], selected_of([row]))
+
+
+def test_evidence_that_is_nothing_everywhere_chooses_the_first_candidates() -> None:
+    """The queries attend to sinks or recent tokens only: no score is above another, and none is NaN."""
+    spec = spec_with(k_head=4, sink=2, recent=3)
+    row = row_of(1, 3, 2, 40, spec)
+    row.case.logits[1, :, 2:37] = -INF
+    found = selected_of([row])[0]
+    assert found[1].tolist() == [2, 3, 4, 5]
+    assert all(len(chosen_of(of_head)) == 4 for of_head in found)
+
+
+def sampled(n: int) -> Tensor:
+    """Which positions are in the sample: of eight runs of eight positions, one. Bool [n]."""
+    t = torch.arange(n)
+    group = t // 64
+    return (t // 8) % 8 == (group * 5 + (group // 8) * 3) % 8
+
+
+def test_a_sample_that_misleads_costs_time_only() -> None:
+    """The sampled positions have the highest scores, so that the rest of the k best are not in the ranges expected."""
+    n = 448
+    spec = spec_with(k_head=200, nms_window=0, norm_weight=0, position_weight=0, sink=0, recent=1)
+    row = row_of(3, 1, 1, n, spec)
+    row.case.logits[0, 0] += 30.0 * sampled(n)
+    tiles = dataclasses.replace(SMALL, evidence=64, refine=256, choose=64, listed=256)
+    assert select_cuda.sample_rank(spec.k_head) > int(sampled(n).sum()) > spec.k_head // select_cuda.SAMPLED
+    found = interpreted(_select_with_a_small_sample, operands([row]), spec, tiles)
+    assert_selected([row], found)
+
+
+def _select_with_a_small_sample(arguments: list[Tensor], spec: SelectorSpec, tiles: Tiles) -> Tensor:
+    """With no allowance for chance."""
+    before = select_cuda.sample_rank
+    select_cuda.sample_rank = lambda k: k // select_cuda.SAMPLED  # type: ignore[assignment]
+    try:
+        return select_cuda.select_rows(*arguments, spec, tiles)
+    finally:
+        select_cuda.sample_rank = before
+
+
+# Packing
+
+
+def test_packs_the_rows_that_refresh() -> None:
+    g = torch.Generator().manual_seed(0)
+    batch, heads, n, sink, chosen, slots = 4, 2, 30, 3, 7, 21
+    slow, status = torch.tensor([True, False, True, True]), torch.tensor([0, 0, int(RowStatus.SHORT), 0])
+    refreshes = [0, 3]
+    k = torch.randn(batch, n, heads, 6, generator=g).transpose(1, 2)  # not contiguous
+    v = torch.randn(batch, heads, n, 5, generator=g)
+    frame = torch.randint(-1, n, (batch, slots), generator=g)
+    selected = torch.randint(0, n - 1, (batch, heads, chosen), generator=g).sort(-1).values
+    selected[0, 1, 4:] = -1
+    frame[frame == n - 1] = -1
+    k[:, :, n - 1], v[:, :, n - 1] = math.nan, math.nan  # what nobody holds
+    k[1:3], v[1:3] = math.nan, math.nan
+    before = [torch.full((batch, heads, slots), 99), torch.full((batch, heads, slots, 6), 99.0)]
+    before.append(torch.full((batch, heads, slots, 5), 99.0))
+    held, mem_k, mem_v = interpreted(_pack, k, v, selected, frame, slow, status, sink, *before)
+    expected = [x.clone() for x in before]
+    for b in refreshes:
+        expected[0][b] = frame[b]
+        expected[0][b, :, sink : sink + chosen] = selected[b]
+        support.copy_rows(expected[0][b], (k[b], expected[1][b]), (v[b], expected[2][b]))
+    for found, right in zip((held, mem_k, mem_v), expected, strict=True):
+        assert torch.equal(found, right)
+
+
+def _pack(*arguments: Tensor) -> tuple[Tensor, ...]:
+    """Writes into copies, which come back from the other process."""
+    pack_cuda.pack_rows(*arguments)  # type: ignore[arg-type]
+    return arguments[-3:]
+
+
+def test_packing_refuses_a_memory_that_is_not_contiguous() -> None:
+    k, memory = torch.zeros(1, 2, 4, 3), torch.zeros(1, 5, 2, 3).transpose(1, 2)
+    index, flags = torch.zeros(1, 2, 5, dtype=torch.int64), torch.zeros(1, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"mem_k has strides .* allowed: contiguous"):
+        pack_cuda.pack_rows(k, k, index[:, :, :2], index[:, 0], flags, flags.long(), 1, index, memory, memory)
+
+
+def test_rows_are_ready_as_the_operators_say() -> None:
+    from sfi_compile.kernels import triton_pack, triton_scores, triton_top_k
+
+    assert triton_scores.READY.value == triton_pack.READY.value == int(RowStatus.READY)
+    assert (triton_top_k.BINS.value, triton_scores.PARTIALS.value) == (select_cuda.BINS, select_cuda.PARTIALS)
+
+
+# Compiled
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def select_meta(heads: int, queries: int, n: int, spec: SelectorSpec) -> Tensor:
+    flags = (meta(4, dtype=torch.bool), meta(4, dtype=torch.int64), meta(4, 3, dtype=torch.int64))
+    logits, lse, log_norm = meta(4, heads, queries, n), meta(4, heads, queries), meta(4, heads, n)
+    return select_cuda.select_rows(logits, lse, log_norm, *flags, meta(4, n), spec)
+
+
+SCORES, TOP_K = "evidence weigh refine blend widen refine_wide".split(), "sample gather threshold write".split()
+SITES = {
+    "published": (8, 4, 32768, {}),
+    "many heads": (32, 1, 131072, {}),
+    "wide": (8, 8, 8192, {"nms_window": 4000, "alpha": 0.0}),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "capability"), [*(("published", x) for x in TARGETS), ("many heads", 90), ("wide", 90)]
+)
+def test_selection_compiles_without_spills(name: str, capability: int) -> None:
+    from sfi_compile.kernels import triton_scores, triton_top_k
+    from tests.kernels.triton_launches import recorded
+
+    heads, queries, n, changes = SITES[name]
+    with recorded(triton_scores, *SCORES) as scores, recorded(triton_top_k, *TOP_K) as top_k:
+        found = select_meta(heads, queries, n, spec_with(**{"k_head": 1536, "nms_window": 32, **changes}))
+    assert found.shape == (4, heads, 1536)
+    launches = [*scores, *top_k]
+    by_name = {launch.kernel.__name__: launch for launch in launches}
+    if name == "published":
+        assert list(by_name) == "evidence weigh refine sample gather threshold write".split()
+        assert len(launches) == 7
+    else:
+        # What the shape changes.
+        by_name = {key: x for key, x in by_name.items() if key not in ("sample", "gather", "write")}
+    for launch in by_name.values():
+        registers, spilled, _ = launch.usage(capability)
+        assert spilled == 0, launch.kernel.__name__
+        assert registers * 32 * launch.kwargs["num_warps"] <= 65_536
+
+
+@pytest.mark.parametrize("capability", TARGETS)
+def test_packing_compiles_without_spills(capability: int) -> None:
+    from sfi_compile.kernels import triton_pack
+    from tests.kernels.triton_launches import recorded
+
+    k, index = meta(4, 8, 4096, 128, dtype=torch.bfloat16), meta(4, 8, 1828, dtype=torch.int64)
+    memory, flags = meta(4, 8, 1828, 128, dtype=torch.bfloat16), meta(4, dtype=torch.bool)
+    with recorded(triton_pack, "pack") as launches:
+        pack_cuda.pack_rows(k, k, index[..., :1536], index[:, 0], flags, index[:, 0, 0], 4, index, memory, memory)
+    assert [launch.usage(capability)[1] for launch in launches] == [0]
