@@ -35,7 +35,7 @@ def run(name: str, options: dict[str, Any], tokens: Tensor, kernels: bool) -> tu
 def test_steps_are_what_plain_torch_computes(name: str) -> None:
     """Also where only one of two rows is slow."""
     tokens = prompt(2, STEPS, 1)
-    tokens[1, 2] = BOUNDARY
+    tokens[1, 4] = BOUNDARY
     options = {**SMALL, "min_refresh_gap": 2, "refresh_interval": 5, "boundary_token_ids": (BOUNDARY,)}
     logits, kinds, triggers = interpreted(run, name, options, tokens, True)
     wanted, wanted_kinds, wanted_triggers = run(name, options, tokens, False)
