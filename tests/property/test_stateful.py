@@ -30,6 +30,7 @@ from tests.property.tiny_decoder import (
     FULL,
     MANY_HEADS,
     ONE_LAYER,
+    SINKS,
     SIZE,
     SMALL,
     VARIANTS,
@@ -285,6 +286,18 @@ def test_no_memory_of_another_text(act: Act, inference: bool) -> None:
         world.decode(session, [7 + i, 3 + i])
     # The first step after it is slow, for every row that has another text.
     assert world.slow_rows - slow >= (1 if act is double_a_row and inference else 2)
+
+
+@pytest.mark.parametrize("variant", [SMALL, CAPPED, SINKS, EINSUM], ids=["small", "softcap", "sinks", "all of them"])
+def test_padding_that_is_fed(variant: Variant) -> None:
+    """It may attend to nothing, so there is nothing to keep of it; where it sees all slots alike, nor beside it."""
+    world = World(variant)
+    one, several = world.new([2]), world.new([2])
+    for token in range(5):
+        world.decode(one, [token])
+    world.decode_several(several, [[3, 4, 5]])
+    assert world.memories
+    assert world.slow_rows > 1
 
 
 def test_two_caches_by_turns() -> None:
