@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sfi_compile.kernels.heuristics import power_of_two
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_DIM = 256
 
@@ -31,11 +33,6 @@ class Tile:
     warps: int
     stages: int
     resident: int
-
-
-def power_of_two(n: int, least: int = 1) -> int:
-    """The smallest power of two that is at least `n` and `least`."""
-    return max(least, 1 << (n - 1).bit_length())
 
 
 def tile_for(rows: int, key_dim: int, value_dim: int, itemsize: int) -> Tile:

@@ -76,9 +76,9 @@ class Tile:
     num_stages: int
 
 
-def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least `n`."""
-    return 1 << (n - 1).bit_length()
+def power_of_two(n: int, least: int = 1) -> int:
+    """The smallest power of two that is at least `n` and `least`."""
+    return max(least, 1 << max(n - 1, 0).bit_length())
 
 
 def memory_tiles(shape: MemoryShape, shared: int) -> tuple[Tile, ...]:

@@ -6,7 +6,6 @@ fuses with the computation of the mask; the template; and the merge of its split
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -16,24 +15,17 @@ from torch import Tensor
 from sfi_compile.compat import template as inductor
 from sfi_compile.kernels import dense_lowering, heuristics, linear_lowering, templating
 from sfi_compile.kernels.heuristics import MemoryShape
+from sfi_compile.site import Rejection
 
 NEG_INF = float("-inf")
 OLDEST = (8, 0)
 WIDEST = 256
 MOST_ROWS = 1024
+_PLAIN = "none: plain torch is compiled"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@dataclasses.dataclass(frozen=True)
-class Unsupported:
-    """Why an operator keeps its plain body."""
-
-    code: str
-    explanation: str
-    hint: str
-
-
-def supports(q: Tensor, mem_k: Tensor, mem_v: Tensor) -> Unsupported | None:
+def supports(q: Tensor, mem_k: Tensor, mem_v: Tensor) -> Rejection | None:
     """Why `sfi::memory_attention` has no kernel for such operands; None: it has one.
 
     Args:
@@ -43,19 +35,20 @@ def supports(q: Tensor, mem_k: Tensor, mem_v: Tensor) -> Unsupported | None:
     """
     if q.device.type != "cuda" or torch.version.hip is not None:
         found = "an AMD GPU" if q.device.type == "cuda" else f"device {q.device.type}"
-        return Unsupported("kernel-device", f"{found}; allowed: an NVIDIA GPU", "nothing: the plain form is compiled")
+        return Rejection("kernel-device", "graph", f"{found}; allowed: an NVIDIA GPU", _PLAIN)
     if templating.triton_missing():
-        return Unsupported("kernel-triton", "triton is not installed", "pip install triton")
+        return Rejection("kernel-triton", "graph", "triton is not installed", "install triton")
     capability = torch.cuda.get_device_capability(q.device)
     if capability < OLDEST:
         found = f"compute capability {capability[0]}.{capability[1]}; allowed: 8.0 or later"
-        return Unsupported("kernel-device", found, "nothing: the plain form is compiled")
+        return Rejection("kernel-device", "graph", found, _PLAIN)
     if q.dtype not in _DTYPES or not q.dtype == mem_k.dtype == mem_v.dtype:
         found = f"queries, keys and values are {q.dtype}, {mem_k.dtype}, {mem_v.dtype}"
-        return Unsupported("kernel-dtype", f"{found}; allowed: one of bfloat16, float16, float32", "another dtype")
+        found = f"{found}; allowed: one of bfloat16, float16, float32"
+        return Rejection("kernel-dtype", "graph", found, "compute in one of those")
     widest = max(mem_k.shape[-1], mem_v.shape[-1])
     if widest > WIDEST:
-        return Unsupported("kernel-width", f"head dimension {widest}; allowed: up to {WIDEST}", "nothing")
+        return Rejection("kernel-width", "graph", f"head dimension {widest}; allowed: up to {WIDEST}", _PLAIN)
     itemsize = mem_k.dtype.itemsize
     batch, query_heads, queries, key_dim = q.shape
     _, kv_heads, slots, value_dim = mem_v.shape
@@ -63,12 +56,11 @@ def supports(q: Tensor, mem_k: Tensor, mem_v: Tensor) -> Unsupported | None:
     shared = inductor.shared_memory(q.device)
     if not heuristics.memory_tiles(shape, shared):
         found = f"{shared} bytes of shared memory, too few for {shape.rows} rows of {widest} features a KV head"
-        return Unsupported("kernel-device", found, "nothing: the plain form is compiled")
+        return Rejection("kernel-device", "graph", found, _PLAIN)
     rows = shape.rows
     if rows > MOST_ROWS:
-        return Unsupported(
-            "kernel-rows", f"{rows} query rows a KV head; allowed: up to {MOST_ROWS}", "fewer tokens a step"
-        )
+        found = f"{rows} query rows a KV head; allowed: up to {MOST_ROWS}"
+        return Rejection("kernel-rows", "graph", found, "feed fewer tokens a step")
     return None
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from sfi_compile.kernels.heuristics import power_of_two
+
 BYTES = 8192
 """What a program copies at once, of keys or of values."""
 
@@ -52,7 +54,7 @@ def pack_rows(
     batch, heads, slots = held.shape
     widest = max(k.shape[-1], v.shape[-1]) * k.element_size()
     # Parts of rows of at most 256 bytes, which is what a cache line or two hold.
-    block_d = 1 << (min(widest, 256) // k.element_size() - 1).bit_length()
+    block_d = power_of_two(min(widest, 256) // k.element_size())
     block_s = max(BYTES // (block_d * k.element_size()), 1)
     source.pack[-(-slots // block_s), heads, batch](
         k, v, selected.contiguous(), frame.contiguous(), slow_rows, status, held, mem_k, mem_v,
@@ -91,7 +93,7 @@ def append_rows(
     from sfi_compile.kernels import triton_pack as source
 
     batch, heads, slots = held.shape
-    block_d = 1 << (max(k.shape[-1], v.shape[-1], 16) - 1).bit_length()
+    block_d = power_of_two(max(k.shape[-1], v.shape[-1]), 16)
     source.append[position.shape[0], heads, batch](
         k, v, slow_rows, position, refreshed_at, held, mem_k, mem_v,
         heads, slots, offset, k.shape[-1], v.shape[-1], position.stride(0), *k.stride(), *v.stride(),

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sfi_compile.config import SelectorSpec
+from sfi_compile.kernels.heuristics import power_of_two
 
 BINS = 256
 PARTIALS = 8
@@ -52,11 +53,6 @@ class Tiles:
     """Warps of such a program."""
     written: int = 256
     """Positions that are written together."""
-
-
-def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n (and 1)."""
-    return 1 << max(n - 1, 0).bit_length()
 
 
 def sample_rank(k: int) -> int:

@@ -129,6 +129,12 @@ class Work:
             raise VerificationError("the graph has not been unswitched yet")
         return self.slow, self.fast
 
+    @property
+    def added(self) -> list[Any]:
+        """Fake values of the inputs that `insert_guards` has added, in the order of `state`."""
+        inputs = [n for n in self.graph.graph.nodes if n.op == "placeholder"]
+        return [example(n) for n in inputs[len(inputs) - len(self.state) :]]
+
 
 @dataclasses.dataclass(frozen=True)
 class Pass(abc.ABC):

@@ -19,12 +19,13 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from sfi_compile import ops
-from sfi_compile.compat.dynamo import example, fake_mode_of
+from sfi_compile.compat.dynamo import example, fake_mode_of, module_path
 from sfi_compile.kernels import lowering
 from sfi_compile.ops import device
 from sfi_compile.passes import linears
 from sfi_compile.passes.base import Pass, VerificationError, Work
 from sfi_compile.passes.shapes import constant_of
+from sfi_compile.site import Rejection
 
 log = logging.getLogger("sfi_compile")
 
@@ -48,10 +49,10 @@ class Lower(Pass):
         kernels = self.kernels
         if kernels is None:
             reason = _without_kernels(work)
-            kernels = reason is None
-            if reason is not None:
-                on_cpu = all(s.device.type == "cpu" for s in work.state)
-                log.log(logging.DEBUG if on_cpu else logging.WARNING, "sfi: plain torch, not kernels: %s", reason)
+            on_gpu = any(s.device.type != "cpu" for s in work.state)
+            kernels = reason is None and on_gpu
+            if reason is not None and on_gpu:  # on a CPU, nobody expects any
+                log.warning("sfi: plain torch instead of kernels: %s", reason)
         bodies = {target: body for target, body in _PLAIN.items() if not kernels or target is not _TEMPLATE}
         if kernels:
             lowering.register()
@@ -72,18 +73,18 @@ class Lower(Pass):
         return work
 
 
-def _without_kernels(work: Work) -> str | None:
+def _without_kernels(work: Work) -> Rejection | None:
     """Why the device cannot run our kernels on some site; None: it can on all."""
-    sites = [n for n in work.variants[1].graph.nodes if n.target is _TEMPLATE]
-    for node in sites:
-        reason = lowering.supports(*(example(n) for n in node.args[:3]))
+    for node in work.variants[1].graph.nodes:
+        reason = lowering.supports(*(example(n) for n in node.args[:3])) if node.target is _TEMPLATE else None
         if reason is not None:
-            return f"{reason.code}: {reason.explanation} ({reason.hint})"
+            return dataclasses.replace(reason, where=module_path(node))
     for node in work.variants[0].graph.nodes:
         fill = _fill(node) if node.target is _SFI.dense_attention.default else None
         if fill is not None and constant_of(fill) is None:
-            return "kernel-fill: what blocked logits become differs (mask with one number, or with False)"
-    return None if sites else "no site"
+            explanation = f"blocked logits become {fill.name}, which is no number"
+            return Rejection("kernel-fill", module_path(node), explanation, "mask with False, or with one number")
+    return None
 
 
 def _fill(dense: fx.Node) -> fx.Node | None:

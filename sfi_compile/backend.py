@@ -77,8 +77,7 @@ def sfi(gm: fx.GraphModule, example_inputs: Sequence[Any], **settings: Any) -> C
         found = (*work.matched.rejections, Rejection("context-work", "graph", str(error), hint))
         _report(found, config)
         return _left_dense(compile_graph(gm, example_inputs, patches), found)
-    added = [n.meta["example_value"] for n in work.graph.graph.nodes if n.op == "placeholder"][-len(work.state) :]
-    inputs = [*example_inputs, *added]
+    inputs = [*example_inputs, *work.added]
     slow, fast = (compile_graph(module, inputs, patches, pipeline.cache_key()) for module in work.variants)
     diagnostics.counters.graphs += 1
     state = {s.name: s.allocate() for s in work.state}

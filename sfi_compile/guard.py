@@ -106,7 +106,7 @@ class Reader:
             moving.add(self.tokens)
         self.moving = tuple(sorted(moving))
         self.several: list[bool] = []  # of each position tensor: it lists all positions, not the first
-        self.resting: dict[int, Tensor] = {}
+        self.resting: dict[int, Tensor] | None = None  # where captured graphs read; empty: nothing can be captured
         self.captured: dict[Any, _Captured | None] = {}
 
     def read(self, args: Sequence[Any], fingerprint: Tensor | None, settle: bool) -> Reading:
@@ -191,8 +191,13 @@ class Reader:
 
     def _from_gpu(self, inputs: dict[int, Any], root: Tensor, fingerprint: Tensor | None, settle: bool) -> list[int]:
         """The same numbers through a graph that is captured once for every cache and set of questions."""
-        parts = [*inputs.values(), *self.found.status]
-        if not all(isinstance(value, Tensor) and value.device == root.device for value in parts):
+        if self.resting is None:
+            # Once: the kinds and devices of a graph's inputs never change.
+            alike = all(
+                isinstance(t, Tensor) and t.device == root.device for t in (*inputs.values(), *self.found.status)
+            )
+            self.resting = {i: torch.empty_like(value) for i, value in inputs.items()} if alike else {}
+        if not self.resting:
             return self._asked(inputs, root, fingerprint, settle)
         key = (root.data_ptr(), root.shape, root.stride(), fingerprint is None, settle)
         if key not in self.captured:
@@ -201,12 +206,11 @@ class Reader:
             while len(self.captured) > CAPTURED:
                 self.captured.pop(next(iter(self.captured)))
             return self._asked(inputs, root, fingerprint, settle)
-        if not self.resting:
-            self.resting = {i: torch.empty_like(value) for i, value in inputs.items()}
-        torch._foreach_copy_(list(self.resting.values()), list(inputs.values()))
+        resting = self.resting
+        torch._foreach_copy_(list(resting.values()), list(inputs.values()))
         captured = self.captured[key]
         if captured is None:
-            captured = _Captured(root.device, lambda: self._questions(self.resting, root, fingerprint, settle))
+            captured = _Captured(root.device, lambda: self._questions(resting, root, fingerprint, settle))
             self.captured[key] = captured
         return captured.replay()
 

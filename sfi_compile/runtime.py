@@ -52,10 +52,10 @@ class DecodeRunner:
         self.found = Found(self._shared("sfi_status"), self._shared("sfi_context"), state["sfi_held_0"])
         self.reader = Reader(guard, bool(self.boundary), self.found)
         # Where the host leaves what it tells; the device has read it when the next step's guard has its answer.
-        self.told = {
-            name: torch.empty(guard.batch, dtype=state[name].dtype, pin_memory=state[name].is_cuda)
+        self.told = [
+            (torch.empty(guard.batch, dtype=state[name].dtype, pin_memory=state[name].is_cuda), self._shared(name))
             for name in ("sfi_slow_rows", "sfi_status", "sfi_refreshed_at")
-        }
+        ]
         self.unsettled: tuple[int, list[Trigger | None]] | None = None
         """Position and reasons of a slow step of which nobody has read yet what it left."""
         self.next_position: int | None = None
@@ -155,9 +155,9 @@ class DecodeRunner:
             statuses.append(max(status, RowStatus.SHORT) if short else status)
         slow = [reason is not None for reason in why]
         refreshed_at = [position if now else row.refreshed_at for row, now in zip(self.rows, slow, strict=True)]
-        for (name, told), values in zip(self.told.items(), (slow, statuses, refreshed_at), strict=True):
+        for (told, states), values in zip(self.told, (slow, statuses, refreshed_at), strict=True):
             told.copy_(torch.tensor(values))
-            for state in self._shared(name):
+            for state in states:
                 state.copy_(told, non_blocking=True)
         for context in self.found.context:
             context.zero_()

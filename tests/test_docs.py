@@ -11,7 +11,7 @@ CODE = re.compile(r'(?:Refusal|Rejection)\(\s*"([a-z-]+)"')
 
 def codes() -> set[str]:
     """Every code that the sources produce."""
-    sources = [*(ROOT / "passes").glob("*.py"), *(ROOT / "sfi_compile").rglob("*.py")]
+    sources = [path for room in ("passes", "kernels", "sfi_compile") for path in (ROOT / room).rglob("*.py")]
     return {code for path in sources for code in CODE.findall(path.read_text(encoding="utf-8"))}
 
 

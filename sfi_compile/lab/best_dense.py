@@ -35,9 +35,8 @@ def kernel_backend(mode: str | None) -> Callable[..., Any]:
         if not work.matched.sites:
             raise LabError(f"no attention site to compare with: {[str(r) for r in work.matched.rejections]}")
         work = pipeline.run(_PASSES, work)
-        added = [n.meta["example_value"] for n in work.graph.graph.nodes if n.op == "placeholder"][-len(work.state) :]
         compiled = compile_graph(
-            work.variants[0], [*inputs, *added], mode_patches(mode), pipeline.cache_key() + "dense"
+            work.variants[0], [*inputs, *work.added], mode_patches(mode), pipeline.cache_key() + "dense"
         )
         state = {s.name: s.allocate() for s in work.state}
         state["sfi_slow_rows"].fill_(True)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sfi_compile.kernels import attention, selector, support
+from sfi_compile.kernels import support
 from sfi_compile.ops.registration import fake_of, only_writes, operator
-from sfi_compile.ops.slow import parse_spec
+from sfi_compile.ops.slow import framed, parse_spec
 from sfi_compile.ops.status import RowStatus
 
 
@@ -30,23 +30,9 @@ def frame(
     fill: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`sfi::frame` of all rows, slow or not; made to be traced into the graph."""
-    parsed = parse_spec(spec)
-    batch, size, last = slow_rows.shape[0], mask.shape[-1], position[-1]
-    attended = attention.may_attend(mask)
-    blocked = number if fill is None else fill
-    sees = None if blocked is None else attention.sees_any(mask, blocked)
-    if sees is not None:
-        attended = attended | ~sees
-    by_query = attended.any(1).expand(batch, -1, -1)
-    allowed, read = by_query[:, -1], by_query.any(1)
-    length = (read * torch.arange(1, size + 1, device=mask.device)).amax(-1).clamp_min(1)
-    ahead = length > last + 1
-    if sees is not None:
-        ahead = ahead | ~sees.flatten(1).all(1)
-    extent = torch.stack([allowed.sum(-1), length, ahead.long()], 1)
-    candidates = support.candidates(allowed, last, parsed.sink, parsed.recent)
-    held = support.frame(allowed, last, parsed.sink, parsed.recent, selected_end, slots)
-    return extent, selector.log_position(candidates, parsed), held
+    # A mask may be one for all rows.
+    mask = mask.expand(slow_rows.shape[0], -1, -1, -1)
+    return framed(mask, number if fill is None else fill, position[-1], spec, selected_end, slots)
 
 
 def filled(
@@ -83,25 +69,9 @@ def dense_decode(
     sinks: Tensor | None = None,
     fill: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Dense attention of the slow rows, exactly under the site's mask, and what the selector needs of it.
+    """Dense attention of the slow rows, and what the selector needs: output, logits, their log-sum-exp, key norms.
 
-    Args:
-        q: [B, Hq, Q, Dk].
-        k: [B, Hkv, N, Dk].
-        v: [B, Hkv, N, Dv].
-        mask: bool or float, broadcastable to [B, Hq, Q, N].
-        slow_rows: bool [B].
-        extent: int64 [B, 3], of `sfi::frame`.
-        scale: factor of the logits.
-        softcap: logits x become `softcap * tanh(x / softcap)` before the mask; 0: they do not.
-        sinks: [1 or B, 1 or Hq, 1 or Q, C], logits that take weight and give nothing.
-        fill: what logits become that the mask blocks with False or -inf. None: they have no weight, and a query that
-            may attend to nothing gets zeros.
-
-    Returns:
-        output [B, Hq, Q, Dv] (zero in fast rows), logits float32 [B, Hkv, G*Q, N] (-inf where masked), their
-        log-sum-exp over the tokens float32 [B, Hkv, G*Q], and log norms of the keys float32 [B, Hkv, N]; all but the
-        output are undefined in fast rows, and past the extent.
+    Shapes and meaning as of `kernels.dense_decode.dense_decode`, which launches it.
     """
     from sfi_compile.kernels.dense_decode import dense_decode as launch
 
@@ -132,20 +102,9 @@ def select_rows(
     log_position: Tensor,
     spec: str,
 ) -> Tensor:
-    """Evidence → selection, for the slow rows that are ready for a memory.
+    """Evidence → selection, for the slow rows that are ready for a memory: int64 [B, Hkv, min(k_head, N)].
 
-    Args:
-        logits: float32 [B, Hkv, G*Q, N].
-        lse: float32 [B, Hkv, G*Q].
-        log_norm: float32 [B, Hkv, N].
-        slow_rows: bool [B].
-        status: int64 [B] of `RowStatus`.
-        extent: int64 [B, 3], of `sfi::frame`.
-        log_position: float32 [B, N], of `sfi::frame`.
-        spec: `SelectorSpec.to_text()`.
-
-    Returns:
-        int64 [B, Hkv, min(k_head, N)], ascending; -1 for unused slots and in rows that do not refresh.
+    Shapes and meaning as of `kernels.select_cuda.select_rows`, with the spec as text.
     """
     from sfi_compile.kernels.select_cuda import select_rows as launch
 
@@ -175,24 +134,10 @@ def pack_rows(
     mem_v: Tensor,
 ) -> None:
     """Write the new support and its keys and values into the memory of the slow rows that are ready for one, and append
-    this step's tokens to that of the rows that are not slow.
+    this step's tokens to that of the rows that are not slow, unless `offset` is -1: then every row is slow.
 
-    One operator, because Inductor copies a tensor that two operators write one after the other.
-
-    Args:
-        k: [B, Hkv, N, Dk].
-        v: [B, Hkv, N, Dv].
-        selected: int64 [B, Hkv, k_head].
-        frame: int64 [B, S]: the support but for the selected tokens, of `sfi::frame`.
-        slow_rows: bool [B].
-        status: int64 [B] of `RowStatus`.
-        sink: first slot of the selected tokens.
-        position: int64 [Q], ascending.
-        refreshed_at: int64 [B].
-        offset: slot of the token of a refresh; -1: every row is slow.
-        held: int64 [B, Hkv, S], written: position in each slot, -1 for empty.
-        mem_k: [B, Hkv, S, Dk], written.
-        mem_v: [B, Hkv, S, Dv], written.
+    One operator, because Inductor copies a tensor that two operators write one after the other. Shapes and meaning as
+    of `pack_rows` and `append_rows` of `kernels.pack_cuda`.
     """
     from sfi_compile.kernels import pack_cuda
 

@@ -63,27 +63,52 @@ def frame(
         log_position float32 [B, N], the selector's, -inf off its candidates;
         held int64 [B, slots]: the support but for the selected tokens, -1 for empty.
     """
-    parsed = parse_spec(spec)
-    size, last = mask.shape[-1], int(position[-1])
-    extent = torch.zeros(slow_rows.shape[0], 3, dtype=torch.int64, device=mask.device)
-    log_position = torch.full((extent.shape[0], size), attention.NEG_INF, device=mask.device)
-    held = torch.full((extent.shape[0], slots), -1, dtype=torch.int64, device=mask.device)
+    batch, last = slow_rows.shape[0], int(position[-1])
+    extent = torch.zeros(batch, 3, dtype=torch.int64, device=mask.device)
+    log_position = torch.full((batch, mask.shape[-1]), attention.NEG_INF, device=mask.device)
+    held = torch.full((batch, slots), -1, dtype=torch.int64, device=mask.device)
     for b in _flagged(slow_rows):
-        attended = attention.may_attend(mask[b if mask.shape[0] > 1 else 0])
-        blocked = number if fill is None else fill[b if fill.shape[0] > 1 else 0]
-        if blocked is not None:
-            sees = attention.sees_any(mask[b if mask.shape[0] > 1 else 0], blocked)
-            attended = attended | ~sees
-            extent[b, 2] = ~sees.all()
-        by_query = attended.any(0)
-        allowed, read = by_query[-1], by_query.any(0)
-        extent[b, 0] = allowed.sum()
-        extent[b, 1] = (read * torch.arange(1, size + 1, device=mask.device)).max().clamp_min(1)
-        extent[b, 2] |= extent[b, 1] > last + 1
-        candidates = support.candidates(allowed, last, parsed.sink, parsed.recent)
-        log_position[b] = selector.log_position(candidates, parsed)
-        held[b] = support.frame(allowed, last, parsed.sink, parsed.recent, selected_end, slots)
+        own, blocked = _of_row(mask, b), number if fill is None else _of_row(fill, b)
+        for whole, row in zip(
+            (extent, log_position, held), framed(own, blocked, last, spec, selected_end, slots), strict=True
+        ):
+            whole[b] = row[0]
     return extent, log_position, held
+
+
+def _of_row(x: Tensor, b: int) -> Tensor:
+    """Row `b` of a tensor that broadcasts along its first axis, which is kept."""
+    return x[b : b + 1] if x.shape[0] > 1 else x
+
+
+def framed(
+    mask: Tensor, blocked: Tensor | float | None, last: int | Tensor, spec: str, selected_end: int, slots: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The three results of `sfi::frame`, of all rows of a mask [B, 1 or Hq, 1 or Q, N].
+
+    Args:
+        mask: bool or float.
+        blocked: what blocked logits become (broadcastable to the mask if a tensor); None: they have no weight.
+        last: position of the refresh.
+        spec: `SelectorSpec.to_text()`.
+        selected_end: first slot of the recent segment.
+        slots: slots of the memory.
+    """
+    parsed = parse_spec(spec)
+    attended = attention.may_attend(mask)
+    sees = None if blocked is None else attention.sees_any(mask, blocked)
+    if sees is not None:
+        attended = attended | ~sees
+    by_query = attended.any(1)
+    allowed, read = by_query[:, -1], by_query.any(1)
+    length = (read * torch.arange(1, mask.shape[-1] + 1, device=mask.device)).amax(-1).clamp_min(1)
+    ahead = length > last + 1
+    if sees is not None:
+        ahead = ahead | ~sees.flatten(1).all(1)
+    extent = torch.stack([allowed.sum(-1), length, ahead.long()], 1)
+    candidates = support.candidates(allowed, last, parsed.sink, parsed.recent)
+    held = support.frame(allowed, last, parsed.sink, parsed.recent, selected_end, slots)
+    return extent, selector.log_position(candidates, parsed), held
 
 
 @fake_of(frame)

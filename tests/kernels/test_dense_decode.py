@@ -362,7 +362,7 @@ def test_compiles_without_spills(name: str, capability: int) -> None:
     tile = dense_decode.tile_for(heads // kv_heads * queries, key_dim, value_dim, dtype.itemsize)
     assert len(launches) == 2
     for kernel, resident in zip(launches, (tile.resident, 1), strict=True):
-        registers, spilled, shared = kernel.usage(capability)
-        assert spilled == 0
-        assert math.ceil(registers / 8) * 8 * 32 * kernel.kwargs["num_warps"] * resident <= 65_536
-        assert shared * resident <= {80: 163_840, 90: 233_472, 100: 233_472}[capability]
+        used = kernel.usage(capability)
+        assert used.spilled == 0
+        assert math.ceil(used.registers / 8) * 8 * 32 * kernel.kwargs["num_warps"] * resident <= 65_536
+        assert used.shared * resident <= {80: 163_840, 90: 233_472, 100: 233_472}[capability]

@@ -299,9 +299,9 @@ def test_selection_compiles_without_spills(name: str, capability: int) -> None:
         # What the shape changes.
         by_name = {key: x for key, x in by_name.items() if key not in ("sample", "gather", "write")}
     for launch in by_name.values():
-        registers, spilled, _ = launch.usage(capability)
-        assert spilled == 0, launch.kernel.__name__
-        assert registers * 32 * launch.kwargs["num_warps"] <= 65_536
+        used = launch.usage(capability)
+        assert used.spilled == 0, launch.kernel.__name__
+        assert used.registers * 32 * launch.kwargs["num_warps"] <= 65_536
 
 
 @pytest.mark.parametrize("capability", TARGETS)
@@ -311,6 +311,7 @@ def test_packing_compiles_without_spills(capability: int) -> None:
 
     k, index = meta(4, 8, 4096, 128, dtype=torch.bfloat16), meta(4, 8, 1828, dtype=torch.int64)
     memory, flags = meta(4, 8, 1828, 128, dtype=torch.bfloat16), meta(4, dtype=torch.bool)
-    with recorded(triton_pack, "pack") as launches:
+    with recorded(triton_pack, "pack", "append") as launches:
         pack_cuda.pack_rows(k, k, index[..., :1536], index[:, 0], flags, index[:, 0, 0], 4, index, memory, memory)
-    assert [launch.usage(capability)[1] for launch in launches] == [0]
+        pack_cuda.append_rows(k, k, flags, index[0, 0, :3], index[:, 0, 0], 1795, index, memory, memory)
+    assert [launch.usage(capability).spilled for launch in launches] == [0, 0]

@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import re
-import subprocess
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 
+from tests.kernels.triton_tools import POINTERS, Usage, resources
+
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
-_TYPES = {
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.bool: "i1",
-}
 
 
 @dataclasses.dataclass
@@ -34,8 +24,8 @@ class Launch:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def usage(self, capability: int) -> tuple[int, int, int]:
-        """Compile it for a compute capability: registers and spilled bytes of a thread, shared bytes of a program."""
+    def usage(self, capability: int) -> Usage:
+        """Compile it for a compute capability."""
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
@@ -52,12 +42,12 @@ class Launch:
                 signature[name], constants[(i,)] = "constexpr", value
                 continue
             pointer = isinstance(value, torch.Tensor)
-            signature[name] = f"*{_TYPES[value.dtype]}" if pointer else "i32" if type(value) is int else "fp32"
+            signature[name] = POINTERS[value.dtype] if pointer else "i32" if type(value) is int else "fp32"
             if pointer or (type(value) is int and value % 16 == 0 and name not in plain):
                 attributes[(i,)] = [["tt.divisibility", 16]]
         source = ASTSource(self.kernel, signature, constexprs=constants, attrs=attributes)
         found = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-        return *_assembled(found.asm["ptx"], capability), found.metadata.shared
+        return Usage(*resources(found.asm["cubin"]), found.metadata.shared)
 
 
 @contextlib.contextmanager
@@ -76,34 +66,3 @@ def recorded(module: Any, *names: str) -> Iterator[list[Launch]]:
         for name in names:
             stack.enter_context(mock.patch.object(module, name, Recorder(getattr(module, name))))
         yield launches
-
-
-def _assembled(ptx: str, capability: int) -> tuple[int, int]:
-    import triton
-
-    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    version = re.search(r"^\.version\s+(\d+)\.(\d+)", ptx, re.M)
-    target = re.search(r"^\.target\s+(\w+)", ptx, re.M)
-    assert version
-    assert target
-    newer = capability >= 100 or int(version[1]) >= 9
-    with tempfile.TemporaryDirectory() as place:
-        path = Path(place) / "kernel.ptx"
-        path.write_text(ptx)
-        done = subprocess.run(
-            [
-                folder / ("ptxas-blackwell" if newer else "ptxas"),
-                "-v",
-                f"--gpu-name={target[1]}",
-                path,
-                "-o",
-                f"{path}.o",
-            ],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    said = done.stdout + done.stderr
-    used = re.search(r"Used (\d+) registers", said)
-    assert used, said
-    return int(used[1]), sum(int(n) for n in re.findall(r"(\d+) bytes spill", said))

@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 needs_triton = pytest.mark.skipif(templating.triton_missing(), reason="needs triton")
 TARGETS = (80, 90, 100)
 """Compute capabilities that every configuration must compile for: A100, H100 and H200, B200."""
-_POINTERS = {
+POINTERS = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -133,14 +133,14 @@ def compiled(
 
     kernel = templating.plain(name, operands, output, constants)
     every = {**operands, **({} if output is None else {"output_ptr": output})}
-    signature = {key: _POINTERS[x.dtype] for key, x in every.items()}
+    signature = {key: POINTERS[x.dtype] for key, x in every.items()}
     aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(every))}
     found = triton.compile(
         ASTSource(kernel, signature, constexprs={}, attrs=aligned),
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": num_warps, "num_stages": num_stages},
     )
-    registers, spilled = _resources(found.asm["cubin"])
+    registers, spilled = resources(found.asm["cubin"])
     return Usage(registers, spilled, found.metadata.shared)
 
 
@@ -148,7 +148,7 @@ SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448}
 """Shared memory that one program may take at most, in bytes."""
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
+def resources(cubin: bytes) -> tuple[int, int]:
     """(registers, bytes of stack) per thread of the one kernel in a binary."""
     import triton
 

@@ -1,0 +1,93 @@
+"""The guard's questions: what is captured answers like what is asked eagerly. A stand-in plays the GPU's part."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sfi_compile import guard
+from sfi_compile.guard import Found, GuardInputs, Reader
+
+ROOT, TOKENS, FIRST, SECOND = range(4)
+
+
+class Replayed:
+    """Computes anew at every replay, from the tensors it was made with."""
+
+    made = 0
+
+    def __init__(self, device: torch.device, compute: Callable[[], list[Tensor]]) -> None:
+        Replayed.made += 1
+        self.compute = compute
+
+    def replay(self) -> list[int]:
+        return torch.cat(self.compute()).tolist()
+
+
+def reader() -> Reader:
+    inputs = GuardInputs(
+        positions=lambda counter: (counter.reshape(1),), position_arguments=(FIRST,), fixed_positions=(),
+        counters=((FIRST, SECOND),), tokens=TOKENS, lengths=(16,), watched=(ROOT,), identical=(), telling=True,
+        root=ROOT, axis=2, batch=2, batch_axis=0, queries=1,
+    )  # fmt: skip
+    status, context = torch.tensor([0, 4]), torch.tensor([7, 3])
+    held = torch.tensor([[[0, 1, -1]], [[0, -1, -1]]])
+    return Reader(inputs, True, Found((status,), (context,), held))
+
+
+def step(at: int, root: Tensor, second: int | None = None) -> list[Any]:
+    return [root, torch.tensor([[5], [6]]), torch.tensor(at), torch.tensor(at if second is None else second)]
+
+
+def test_captured_answers_are_the_eager_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "_Captured", Replayed)
+    Replayed.made = 0
+    root = torch.randn(2, 1, 16, 4)
+    asked = reader()
+    for at in (3, 4, 5):
+        fingerprint = root[:, :, at - 1].clone()
+        fingerprint[1] += at == 4
+        args = step(at, root, second=at + (at == 5))
+        wanted = reader().read(args, fingerprint, True)
+        inputs = {i: args[i] for i in asked.moving}
+        got = asked._parsed(iter(asked._from_gpu(inputs, root, keep(asked, fingerprint), True)), True, True)
+        assert got == wanted
+        assert got.spans == ((at, at),)
+        assert got.same == (True, at != 4)
+        assert got.agree == (at != 5)
+        assert got.tokens == ((5,), (6,))
+        assert got.found == ((0, 4), (7, 3), (2, 1))
+    assert Replayed.made == 1, "the first answer is an eager one, and later ones share a graph"
+
+
+def keep(asked: Reader, fingerprint: Tensor) -> Tensor:
+    """The fingerprint where a runner keeps it: always the same tensor."""
+    kept = asked.__dict__.setdefault("kept", torch.empty_like(fingerprint))
+    assert isinstance(kept, Tensor)
+    return kept.copy_(fingerprint)
+
+
+def test_as_many_are_kept_as_are_useful(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "_Captured", Replayed)
+    asked = reader()
+    roots = [torch.randn(2, 1, 16, 4) for _ in range(guard.CAPTURED + 2)]
+    for root in roots:
+        args = step(3, root)
+        asked._from_gpu({i: args[i] for i in asked.moving}, root, None, False)
+    assert len(asked.captured) == guard.CAPTURED
+
+
+def test_a_position_that_is_a_number_is_asked_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "_Captured", Replayed)
+    Replayed.made = 0
+    asked, root = reader(), torch.randn(2, 1, 16, 4)
+    count = dataclasses.replace(asked.guard, positions=lambda at: (torch.tensor([at]),), counters=(), tokens=None)
+    asked = Reader(count, False, asked.found)
+    for at in (3, 4, 5):
+        assert asked._from_gpu({FIRST: at}, root, None, False) == [at]
+    assert Replayed.made == 0
