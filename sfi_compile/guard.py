@@ -105,7 +105,8 @@ class Reader:
         if self.tokens is not None:
             moving.add(self.tokens)
         self.moving = tuple(sorted(moving))
-        self.several: list[bool] = []  # of each position tensor: it lists all positions, not the first
+        self.written: list[tuple[int | None, bool]] = []
+        """Of each position: the number, None of a tensor, and whether it lists all and not the first alone."""
         self.resting: dict[int, Tensor] | None = None  # where captured graphs read; empty: nothing can be captured
         self.captured: dict[Any, _Captured | None] = {}
 
@@ -132,9 +133,8 @@ class Reader:
         g = self.guard
         written = [*g.positions(*(inputs[i] for i in g.position_arguments)), *g.fixed_positions]
         flags: list[Tensor] = []
-        flat = [position.reshape(-1) for position in written if isinstance(position, Tensor)]
-        self.several = [position.shape[0] > 1 for position in flat]
-        for position in flat:
+        self.written = [(None, p.numel() > 1) if isinstance(p, Tensor) else (int(p), False) for p in written]
+        for position in (p.reshape(-1) for p in written if isinstance(p, Tensor)):
             flags.append(position[:1])
             if position.shape[0] > 1:
                 flags += [position[-1:], (position.diff() == 1).all().reshape(1)]
@@ -165,9 +165,7 @@ class Reader:
 
     def _parsed(self, values: Iterator[int], compared: bool, settle: bool) -> Reading:
         g = self.guard
-        moving = len(self.several)
-        spans = [self._span(next(values), values, *p) for p in zip(g.lengths[:moving], self.several, strict=True)]
-        spans += [self._span(first, values, n) for first, n in zip(g.fixed_positions, g.lengths[moving:], strict=True)]
+        spans = [self._span(*at, length, values) for at, length in zip(self.written, g.lengths, strict=True)]
         agree = [next(values) for _ in g.counters]
         rows = range(g.batch)
         tokens = () if self.tokens is None else tuple(tuple(next(values) for _ in range(g.queries)) for _ in rows)
@@ -175,8 +173,9 @@ class Reader:
         found = tuple(tuple(next(values) for _ in rows) for _ in range(3)) if settle else ()
         return Reading(tuple(spans), all(agree), tokens, same, found)
 
-    def _span(self, first: int, values: Iterator[int], length: int, several: bool = False) -> tuple[int, int]:
+    def _span(self, number: int | None, several: bool, length: int, values: Iterator[int]) -> tuple[int, int]:
         """First and last of the positions that a step writes; a last before the first says that they do not follow."""
+        first = next(values) if number is None else number
         last = first + self.guard.queries - 1
         if several:
             last = next(values)

@@ -91,3 +91,18 @@ def test_a_position_that_is_a_number_is_asked_eagerly(monkeypatch: pytest.Monkey
     for at in (3, 4, 5):
         assert asked._from_gpu({FIRST: at}, root, None, False) == [at]
     assert Replayed.made == 0
+
+
+def test_positions_are_numbers_as_well_as_tensors() -> None:
+    root = torch.randn(2, 1, 16, 4)
+    inputs = dataclasses.replace(
+        reader().guard, positions=lambda at: (at, torch.tensor([at, at + 1]), torch.tensor(at)), counters=(),
+        tokens=None, fixed_positions=(7,), lengths=(16, 16, 16, 9), queries=2,
+    )  # fmt: skip
+    asked = Reader(inputs, False, reader().found)
+    for at in (3, 4):
+        got = asked.read([root, None, at, None], root[:, :, at - 1], False)
+        assert got.spans == ((at, at + 1), (at, at + 1), (at, at + 1), (7, 8))
+        assert got.same == (True, True)
+    with pytest.raises(IndexError, match="position 16 lies outside the cache, which holds 16"):
+        asked.read([root, None, 15, None], None, False)
