@@ -102,7 +102,7 @@ def fate(product: fx.Node) -> str:
                 return "softmax"
             if user.op == "output" or is_product(user):
                 found.add(user.op if user.op == "output" else "product")
-            elif user not in seen and (is_link(user) or name_of(user) == "normalize"):
+            elif user not in seen and (is_link(user) or name_of(user) == "normalize"):  # weights, without a softmax
                 seen.add(user)
                 frontier.append(user)
     return max(found, key=["", "output", "product"].index)

@@ -13,8 +13,11 @@ import pytest
 import torch
 from hypothesis import settings
 
-# pytest would format every one of Dynamo's structured trace records.
-logging.getLogger("torch.__trace").propagate = False
+
+def pytest_runtest_setup() -> None:
+    """pytest captures what does not propagate, and Dynamo formats its structured trace for whoever captures it."""
+    logging.getLogger("torch.__trace").propagate = True
+
 
 settings.register_profile("ci", max_examples=25, deadline=None, derandomize=True)
 settings.register_profile("thorough", max_examples=500, deadline=None)

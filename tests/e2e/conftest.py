@@ -20,8 +20,10 @@ def _fresh() -> Iterator[None]:
     gc.collect()  # graphs of the last test would still be counted
     sfi_compile.reset()
     diagnostics.counters.graphs = 0
-    others = [*diagnostics.runners]  # other tests keep some for longer
+    runners, rejected = [*diagnostics.runners], dict(diagnostics.rejected)  # other tests keep some for longer
     diagnostics.runners.clear()
+    diagnostics.rejected.clear()
     yield
-    diagnostics.runners.update(others)
+    diagnostics.runners.update(runners)
+    diagnostics.rejected.update(rejected)
     torch._dynamo.reset()

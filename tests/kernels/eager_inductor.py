@@ -15,9 +15,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from sfi_compile.kernels import heuristics, linear_lowering, linear_tiles, lowering, templating
+from sfi_compile.kernels import heuristics, linear_lowering, linear_tiles, lowering
 from sfi_compile.kernels.linear_tiles import LinearTile
-from sfi_compile.kernels.templating import Operand
+from tests.kernels import rendering
+from tests.kernels.rendering import Operand
 
 
 def lowered_memory_attention(splits: int, tile: dict[str, int], *args: Any) -> Tensor:
@@ -92,6 +93,6 @@ class EagerInductor:
         constants = {k: v for k, v in choices[0].items() if k not in ("num_warps", "num_stages")} | self.tile
         out = torch.full(output[0], torch.nan, dtype=output[1])
         operands = dict(zip(self.names, map(Operand.of, inputs), strict=False))
-        kernel = templating.plain(template, operands, Operand.of(out), constants)
+        kernel = rendering.plain(template, operands, Operand.of(out), constants)
         kernel[grid](*inputs, out)
         return out

@@ -18,9 +18,9 @@ from torch.nn.functional import linear
 import sfi_compile.ops  # noqa: F401  (registers the operator)
 from sfi_compile.kernels import linear_lowering
 from sfi_compile.kernels.linear_tiles import RESIDENT, LinearShape, LinearTile, splits_for, tile_for
-from sfi_compile.kernels.templating import Operand
 from tests.kernels.eager_inductor import lowered_linear
 from tests.kernels.fake_cuda import generated
+from tests.kernels.rendering import Operand
 from tests.kernels.triton_tools import TARGETS, compiled, fits, interpreted, needs_triton
 
 PROCESSORS = 132

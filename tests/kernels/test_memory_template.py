@@ -17,9 +17,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from sfi_compile import ops
 from sfi_compile.kernels import heuristics, lowering, reference
 from sfi_compile.kernels.heuristics import MemoryShape, Tile
-from sfi_compile.kernels.templating import Operand
 from tests.kernels.eager_inductor import lowered_memory_attention
 from tests.kernels.fake_cuda import generated
+from tests.kernels.rendering import Operand
 from tests.kernels.triton_tools import SHARED_LIMIT, TARGETS, compiled, fits, interpreted, needs_triton
 
 pytestmark = needs_triton

@@ -1,6 +1,6 @@
 """Triton without a GPU: kernels interpreted, in a process of their own, and compiled for a GPU that is not there.
 
-A template's kernel is given as name, operands, output and constants, as `sfi_compile.kernels.templating` takes them.
+A template's kernel is given as name, operands, output and constants, as `rendering` takes them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ import torch
 from torch import Tensor
 
 from sfi_compile.kernels import templating
-from sfi_compile.kernels.templating import Constant, Operand
+from sfi_compile.kernels.templating import Constant
+from tests.kernels import rendering
+from tests.kernels.rendering import Operand
 
 Result = TypeVar("Result")
 needs_triton = pytest.mark.skipif(templating.triton_missing(), reason="needs triton")
@@ -100,7 +102,7 @@ def launch(
 ) -> Tensor | None:
     """Run a template's kernel as a plain one (inside `interpreted`, on CPU tensors); returns `output`."""
     described = {key: Operand.of(x) for key, x in operands.items()}
-    kernel = templating.plain(name, described, None if output is None else Operand.of(output), constants)
+    kernel = rendering.plain(name, described, None if output is None else Operand.of(output), constants)
     kernel[grid](*operands.values(), *(() if output is None else (output,)))
     return output
 
@@ -131,7 +133,7 @@ def compiled(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel = templating.plain(name, operands, output, constants)
+    kernel = rendering.plain(name, operands, output, constants)
     every = {**operands, **({} if output is None else {"output_ptr": output})}
     signature = {key: POINTERS[x.dtype] for key, x in every.items()}
     aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(every))}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import re
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch import Tensor, fx
 
 from sfi_compile import ops
 from sfi_compile.compat.dynamo import example, fake_mode_of
+from sfi_compile.kernels import lowering
 from sfi_compile.passes.base import Builder, VerificationError, Work
 from sfi_compile.passes.lower import Lower
 from tests.passes.toys import SDPA, compiled, minimal, operands, record, same_text, state, tensor, text, written
@@ -85,6 +88,25 @@ def test_lowered_graphs_compute_the_same(batch: int) -> None:
         third = slow(*given, *kept)[0]
         results.append((first, second, third, *given, *kept))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_computed_fill_has_no_kernel(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """On a GPU, too, plain torch computes the step then, and one line says why."""
+
+    def two_fills(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor, mask: Tensor) -> Tensor:
+        blocked = ~(written(k, v, keys, values, pos) & (mask > 0))
+        scores = (q @ keys.mT).masked_fill(blocked, -1e9).masked_fill(blocked & (torch.arange(8) < 3), -1e4)
+        return scores.softmax(-1) @ values
+
+    work = compiled(record(two_fills, *inputs(1)).module, "verify")
+    on_gpu = [dataclasses.replace(s, device=torch.device("cuda")) for s in work.state]
+    monkeypatch.setattr(lowering, "supports", lambda *_: None)
+    with caplog.at_level(logging.WARNING, "sfi_compile"):
+        slow, fast = Lower().apply(dataclasses.replace(work, state=tuple(on_gpu))).variants
+    assert operators(slow.graph) == {"frame", "dense_attention", "select", "pack"}
+    assert operators(fast.graph) == set()
+    [line] = [r.getMessage() for r in caplog.records if r.name.startswith("sfi")]
+    assert "kernel-fill" in line
 
 
 def test_sites_that_look_alike_keep_what_differs() -> None:
