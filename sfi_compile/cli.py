@@ -7,6 +7,7 @@ Every problem with a request is one line, `sfi: error: …`, on stderr and exit 
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -197,9 +198,8 @@ def bench(
     more = seed, step_tokens, layers, parse_ways(against)
     settings = BenchSettings(shapes, batches, contexts, new_tokens, numeric, place, options, *more)
     with screen.busy("starting"):
-        result = run_bench(settings, screen.describe)
+        result = run_bench(settings, screen.describe, functools.partial(report.write_json, json))
     report.show_bench(screen, result)
-    report.write_json(json, result)
     if plot is not None:
         from sfi_compile.lab.plots import plot_bench
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
-from sfi_compile.lab import bench, decode, generate, models, plots, profile, report, shapes, texts
+from sfi_compile.lab import bench, bench_gpu, decode, generate, models, plots, profile, report, shapes, texts
 from sfi_compile.lab.errors import LabError
 
 SENTENCES = "The committee met on Monday. It read the report, and it agreed. Nobody spoke against the plan; all voted. "
@@ -97,7 +98,7 @@ def gpu_row(context: int) -> dict[str, Any]:
         "shape": "qwen3-4b", "batch": 4, "context": context, "floor_ms": 2.0,
         **{f"{key}_ms": value for key, value in times.items()},
         "profile": {"dense": {"dense": step}, "sfi": {"slow": step, "fast": step}}, "compile_s": {"sfi": 100.0},
-        "memory_bytes": 2**20, "cache_bytes": 2**30, "rejections": [],
+        "memory_bytes": 2**20, "cache_bytes": {"sfi": 2**30}, "rejections": [],
     }  # fmt: skip
 
 
@@ -113,6 +114,67 @@ def test_what_a_bench_on_a_gpu_shows(capsys: pytest.CaptureFixture[str], tmp_pat
     pytest.importorskip("matplotlib")
     plots.plot_bench(result, tmp_path / "bench.png")
     assert (tmp_path / "bench.png").read_bytes()[:4] == b"\x89PNG"
+
+
+class Stepped:
+    """In place of a compiled decoder: knows its cache, and what each step found in it."""
+
+    made: ClassVar[list[Stepped]] = []
+
+    def __init__(self, model: Any, cache: Any, backend: Any, options: Any = None, mode: str | None = None) -> None:
+        self.cache, self.backend = cache, backend
+        self.lengths: list[int] = []
+        self.steps: list[decode.Step] = []
+        self.made.append(self)
+
+    def step(self, tokens: Any) -> None:
+        self.lengths.append(int(self.cache.layers[0].cumulative_length))
+        for layer in self.cache.layers:
+            layer.cumulative_length.add_(tokens.shape[1])
+        kind = "dense" if self.backend != "sfi" else "slow" if len(self.steps) % 4 == 2 else "fast"
+        self.steps.append(decode.Step(0.001, kind, compiled=False))
+
+    def compile_seconds(self) -> float:
+        return 1.0
+
+    def sites(self) -> int:
+        return 2
+
+    def memory_bytes(self) -> int:
+        return 3
+
+
+def test_contexts_of_a_bench_on_a_gpu_share_a_cache_and_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    import torch
+
+    Stepped.made.clear()
+    monkeypatch.setattr(bench_gpu, "Decoder", Stepped)
+    profiled = gpu_row(0)["profile"]["sfi"]["slow"]
+    monkeypatch.setattr(bench_gpu, "kernels_of", lambda step, steps: [step() for _ in range(steps)] and profiled)
+    for name in ("reset_peak_memory_stats", "memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: 0)
+    shape = shapes.Shape("llama", 1, 32, 4, 2, 8, 64, 100)
+    settings = bench.BenchSettings(("it",), (2,), (40, 24), 10, torch.float32, "cpu", {})
+    kept: list[list[dict[str, Any]]] = []
+    said: list[str] = []
+    bench_gpu.measure_on_gpu(shape, 2, settings, 1e9, said.append, lambda rows: kept.append(copy.deepcopy(rows)))
+    short, longer, flash, flash_again, kernel, sfi = Stepped.made
+    assert all(other.cache is longer.cache for other in (flash, flash_again, kernel, sfi))
+    steps = bench_gpu.WARM_STEPS + 10 + bench_gpu.FORCED_SLOW_STEPS + 2 * bench_gpu.PROFILED_STEPS
+    assert [d.cache.layers[0].keys.shape[2] for d in (short, longer)] == [24 + steps, 40 + steps]
+    assert (short.lengths[0], longer.lengths[0]) == (24, 40)
+    assert sfi.lengths == [*range(24, 24 + steps), *range(40, 40 + steps)]
+    # Rows come as they are measured: the first knows the dense step of the shorter context, and no more.
+    first, last = kept[0], kept[-1]
+    assert [row["context"] for row in first] == [24, 40]
+    assert [row["dense_ms"] for row in first] == [1.0, None]
+    assert first[0]["fast_ms"] is None
+    assert all(row[f"{key}_ms"] == 1.0 for row in last for key in ("dense", "flash", "kernel", "slow", "fast", "mean"))
+    assert [set(row["compile_s"]) for row in last] == [{"dense", "flash", "kernel", "sfi"}, {"dense", "flash"}]
+    assert last[0]["cache_bytes"]["sfi"] > last[0]["cache_bytes"]["dense"]
+    assert "sfi, context 24: slow 1 ms, fast 1 ms" in said
+    report.show_bench(report.Screen(), {"rows": [{"shape": "it"} | row for row in first]})
 
 
 class TestNumbers:

@@ -24,7 +24,7 @@ from sfi_compile.lab.bench_gpu import BOUNDARY_SHARE, DENSE_WAYS, WAYS, measure_
 from sfi_compile.lab.decode import Decoder, forget_graphs, interquartile_range, median, synchronize
 from sfi_compile.lab.errors import LabError
 from sfi_compile.lab.peak import peak_above, peak_rss
-from sfi_compile.lab.shapes import Shape, build, filled_cache, find_shape, weight_bytes
+from sfi_compile.lab.shapes import Shape, build, cache_bytes, filled_cache, find_shape, weight_bytes
 
 WARM_STEPS = 6
 """Untimed steps before the measured ones: they compile both variants."""
@@ -69,8 +69,10 @@ def parse_ways(text: str) -> tuple[str, ...]:
     return (*(way for way in DENSE_WAYS if way in names), "sfi")
 
 
-def run_bench(settings: BenchSettings, status: Callable[[str], None]) -> dict[str, Any]:
-    """Measure every row; keys as in docs/cli.md. `status` is told what is going on.
+def run_bench(
+    settings: BenchSettings, status: Callable[[str], None], keep: Callable[[dict[str, Any]], None] = lambda so_far: None
+) -> dict[str, Any]:
+    """Measure every row; keys as in docs/cli.md. `status` is told what is going on, `keep` given what there is so far.
 
     Raises:
         LabError: unknown shape, or a row without a single fast step.
@@ -78,18 +80,37 @@ def run_bench(settings: BenchSettings, status: Callable[[str], None]) -> dict[st
     chosen = {name: find_shape(name, settings.layers) for name in settings.shapes}
     status("measuring the memory bandwidth")
     bandwidth = copy_bandwidth(settings.device)
+    about = {"bandwidth_gb_s": bandwidth / 1e9, "versions": versions(), "threads": torch.get_num_threads()}
     rows: list[dict[str, Any]] = []
     for name, shape in chosen.items():
         for batch in settings.batches:
-            for context in settings.contexts:
-                row = f"{name}, batch {batch}, context {context}"
-                tell = functools.partial(_tell, status, row)
-                torch.manual_seed(settings.seed)
-                measure = measure_on_gpu if settings.device.startswith("cuda") else _measure
-                rows.append({"shape": name} | measure(shape, batch, context, settings, bandwidth, tell))
-                peaks = [found["peak_rss_bytes"] for found in rows if found.get("peak_rss_bytes") is not None]
-                rows[-1]["peak_rss_bytes"] = max(peaks, default=None)
-    return {"rows": rows, "bandwidth_gb_s": bandwidth / 1e9, "versions": versions(), "threads": torch.get_num_threads()}
+            done = len(rows)
+
+            def add(found: list[dict[str, Any]], name: str = name, done: int = done) -> None:
+                rows[done:] = [{"shape": name} | row for row in found]
+                keep({"rows": rows} | about)
+
+            torch.manual_seed(settings.seed)
+            tell = functools.partial(_tell, status, f"{name}, batch {batch}")
+            measure = measure_on_gpu if settings.device.startswith("cuda") else _measure_all
+            measure(shape, batch, settings, bandwidth, tell, add)
+    return {"rows": rows} | about
+
+
+def _measure_all(
+    shape: Shape,
+    batch: int,
+    settings: BenchSettings,
+    bandwidth: float,
+    status: Callable[[str], None],
+    keep: Callable[[list[dict[str, Any]]], None],
+) -> None:
+    rows: list[dict[str, Any]] = []
+    for context in settings.contexts:
+        torch.manual_seed(settings.seed)
+        tell = functools.partial(_tell, status, f"context {context}")
+        rows.append(_measure(shape, batch, context, settings, bandwidth, tell))
+        keep(rows)
 
 
 def _measure(
@@ -156,7 +177,7 @@ def _measure(
         "spread": {kind: _ms(interquartile_range(seconds)) for kind, seconds in timed.items()},
         "compile_s": {"dense": round(dense.compile_seconds(), 2), "sfi": round(sparse.compile_seconds(), 2)},
         "memory_bytes": sparse.memory_bytes(),
-        "cache_bytes": sum(t.numel() * t.element_size() for layer in cache.layers for t in (layer.keys, layer.values)),
+        "cache_bytes": cache_bytes(cache),
         "step_peak_bytes": peaks,
         "peak_rss_bytes": so_far,
         "steps": {kind: len(seconds) for kind, seconds in timed.items()},
@@ -211,7 +232,7 @@ def versions() -> dict[str, str | None]:
 
 
 def _tell(status: Callable[[str], None], row: str, text: str) -> None:
-    status(f"{row}: {text}")
+    status(f"{row}, {text}")
 
 
 def _ms(seconds: float | None) -> float | None:

@@ -8,8 +8,10 @@ that does nothing else is steady enough. Imports the package's public names, com
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +21,7 @@ from sfi_compile.compat.inductor import fresh_cache
 from sfi_compile.lab.best_dense import kernel_backend, use_flash
 from sfi_compile.lab.decode import Decoder, Step, forget_graphs, median
 from sfi_compile.lab.profile import kernels_of
-from sfi_compile.lab.shapes import Shape, build, filled_cache, rewind, weight_bytes
+from sfi_compile.lab.shapes import Shape, build, cache_bytes, filled_cache, rewind, weight_bytes
 
 if TYPE_CHECKING:
     from sfi_compile.lab.bench import BenchSettings
@@ -33,6 +35,8 @@ FORCED_SLOW_STEPS = 8
 PROFILED_STEPS = 4
 DENSE_WAYS = ("dense", "flash", "kernel")
 WAYS = (*DENSE_WAYS, "sfi")
+PER_CONTEXT = ("dense", "flash")
+"""Ways whose graph depends on the context."""
 MODE = "reduce-overhead"
 """Inductor mode of all runs: CUDA graphs."""
 
@@ -45,7 +49,8 @@ class Found:
     """Median by kind of step: dense, or slow and fast."""
     natural: list[float]
     """All measured steps as they came, ms."""
-    compile_s: float
+    compile_s: float | None
+    """None: compiled for another context before."""
     profile: dict[str, dict[str, Any]]
     """By kind of step, of `lab.profile.kernels_of`."""
     stats: sfi_compile.Stats | None
@@ -54,40 +59,75 @@ class Found:
     """Most that was allocated at once beside model and cache."""
     sites: int = 0
     memory_bytes: int = 0
+    cache_bytes: int = 0
 
 
 def measure_on_gpu(
     shape: Shape,
     batch: int,
-    context: int,
     settings: BenchSettings,
     bandwidth: float,
     status: Callable[[str], None],
-) -> dict[str, Any]:
-    """One row of the bench; keys as in docs/cli.md."""
-    width, dtype, device, new_tokens = settings.step_tokens, settings.dtype, settings.device, settings.new_tokens
-    steps = WARM_STEPS + new_tokens + 2 * PROFILED_STEPS + FORCED_SLOW_STEPS
-    longest = context + steps * width
+    keep: Callable[[list[dict[str, Any]]], None],
+) -> None:
+    """The rows of a shape and batch, one for each context; keys as in docs/cli.md.
+
+    One cache, long enough for the longest context, serves every context, so `kernel` and `sfi` are compiled once. What
+    a user of transformers gets depends on what is allocated: `dense` has a cache that fits each context.
+
+    Args:
+        keep: is given all rows after every measurement; what is still to come is None.
+    """
+    width, contexts = settings.step_tokens, sorted(settings.contexts)
+    steps = WARM_STEPS + settings.new_tokens + 2 * PROFILED_STEPS + FORCED_SLOW_STEPS
+    longest = contexts[-1] + steps * width
     status("building the decoder")
-    model = build(shape, dtype, device, longest)
-    cache = filled_cache(model, shape, batch, context, longest)
-    tokens = torch.randint(shape.vocab, (steps, batch, width), device=device)
-    found: dict[str, Found] = {}
+    model = build(shape, settings.dtype, settings.device, longest)
+    cache = filled_cache(model, shape, batch, contexts[-1], longest)
+    tokens = torch.randint(shape.vocab, (steps, batch, width), device=settings.device)
+    weights = weight_bytes(model, shape, batch * width)
+    found: dict[int, dict[str, Found]] = {context: {} for context in contexts}
     for way in settings.ways:
-        forget_graphs()
-        rewind(cache, context)
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-        held = torch.cuda.memory_allocated(device)
-        decoder = _decoder(way, model, cache, context, shape.vocab, settings.options)
-        with fresh_cache():
-            one = found[way] = _run(way, decoder, tokens, new_tokens, status)
-        one.peak_bytes = torch.cuda.max_memory_allocated(device) - held
-        one.sites, one.memory_bytes = decoder.sites(), decoder.memory_bytes()
+        decoder = None
+        for context in contexts:
+            tell = functools.partial(_tell, status, f"{way}, context {context}")
+            own = cache
+            if decoder is None or way in PER_CONTEXT:
+                forget_graphs()
+                decoder = None
+                if way == "dense" and context < contexts[-1]:
+                    own = filled_cache(model, shape, batch, context, context + steps * width)
+                decoder = _decoder(way, model, own, context, shape.vocab, settings.options)
+                empty: AbstractContextManager[None] = fresh_cache()
+            else:
+                empty = nullcontext()
+            rewind(own, context)
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(settings.device)
+            held = torch.cuda.memory_allocated(settings.device)
+            with empty:
+                one = found[context][way] = _run(way, decoder, tokens, settings.new_tokens, tell)
+            if isinstance(empty, nullcontext):
+                one.compile_s = None
+            one.peak_bytes = torch.cuda.max_memory_allocated(settings.device) - held
+            one.sites, one.memory_bytes, one.cache_bytes = decoder.sites(), decoder.memory_bytes(), cache_bytes(own)
+            tell(", ".join(f"{kind} {_number(ms)} ms" for kind, ms in one.ms.items()))
+            keep([_row(shape, batch, c, settings, bandwidth, weights, found[c]) for c in contexts])
         if way == "flash":
             model.set_attn_implementation("sdpa")
     forget_graphs()
-    itemsize, weights = torch.empty(0, dtype=dtype).element_size(), weight_bytes(model, shape, batch * width)
+
+
+def _row(
+    shape: Shape,
+    batch: int,
+    context: int,
+    settings: BenchSettings,
+    bandwidth: float,
+    weights: int,
+    found: dict[str, Found],
+) -> dict[str, Any]:
+    itemsize = torch.empty(0, dtype=settings.dtype).element_size()
     sfi = found.get("sfi")
     counted = None if sfi is None else sfi.stats
     support = 0.0 if counted is None else counted.support or 0.0
@@ -95,17 +135,17 @@ def measure_on_gpu(
     return {
         "batch": batch,
         "context": context,
-        "step_tokens": width,
+        "step_tokens": settings.step_tokens,
         **{f"{way}_ms": _round(found[way].ms["dense"]) if way in found else None for way in DENSE_WAYS},
         **{f"{kind}_ms": _round(sfi.ms[kind]) if sfi else None for kind in ("slow", "fast")},
         "mean_ms": _round(statistics.fmean(sfi.natural)) if sfi else None,
         "dense_floor_ms": _round(floors[0]),
-        "floor_ms": _round(floors[1]),
-        "compile_s": {way: round(one.compile_s, 1) for way, one in found.items()},
+        "floor_ms": _round(floors[1]) if sfi else None,
+        "compile_s": {way: round(one.compile_s, 1) for way, one in found.items() if one.compile_s is not None},
         "peak_bytes": {way: one.peak_bytes for way, one in found.items()},
+        "cache_bytes": {way: one.cache_bytes for way, one in found.items()},
         "profile": {way: one.profile for way, one in found.items()},
         "memory_bytes": sfi.memory_bytes if sfi else 0,
-        "cache_bytes": sum(t.numel() * t.element_size() for layer in cache.layers for t in (layer.keys, layer.values)),
         "steps": {"slow": counted.slow_steps, "fast": counted.fast_steps} if counted else {},
         "triggers": dict(counted.triggers) if counted else {},
         "support": counted.support if counted else None,
@@ -138,13 +178,13 @@ def _run(way: str, decoder: Decoder, tokens: torch.Tensor, new_tokens: int, stat
         sfi_compile.reset()
         step()
 
-    status(f"{way}: compiling")
+    status("warming up")
     for number in range(WARM_STEPS):
         if way == "sfi" and number in (2, 4):
             slow_step()  # both variants, each often enough to be recorded
         else:
             step()
-    status(f"{way}: measuring")
+    status("measuring")
     sfi_compile.reset()
     first = len(decoder.steps)
     for _ in range(new_tokens if way == "sfi" else min(new_tokens, DENSE_STEPS)):
@@ -171,3 +211,11 @@ def _ms(steps: list[Step]) -> float | None:
 
 def _round(value: float | None) -> float | None:
     return None if value is None else round(value, 4)
+
+
+def _number(ms: float | None) -> str:
+    return "–" if ms is None else f"{ms:.4g}"
+
+
+def _tell(status: Callable[[str], None], what: str, text: str) -> None:
+    status(f"{what}: {text}")

@@ -103,8 +103,11 @@ def write_json(path: Path | None, data: Mapping[str, Any]) -> None:
     """Write a result as indented JSON; None: nothing. Raises LabError if the file cannot be written."""
     if path is None:
         return
+    text, partial = json.dumps(data, indent=2, ensure_ascii=False) + "\n", path.with_name(f".{path.name}.partial")
     try:
-        path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        # Whole or not at all: an interrupted run keeps what it had.
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
     except OSError as error:
         raise LabError(f"--json {str(path)!r} cannot be written: {error.strerror}") from None
 
@@ -184,7 +187,8 @@ def _show_bench_on_gpu(screen: Screen, result: Mapping[str, Any]) -> None:
                 label = kind if way == "sfi" else way
                 shares.add_row(name, label, str(found["kernels"]), *(_number(found["ms"][g], ".3f") for g in groups))
         compiling = [_number(row["compile_s"].get(way), ".0f") for way in (*ways, "sfi")]
-        costs.add_row(name, *compiling, *(f"{row[key] / 2**20:.0f}" for key in ("memory_bytes", "cache_bytes")))
+        cache = max(row["cache_bytes"].values(), default=0)
+        costs.add_row(name, *compiling, *(f"{size / 2**20:.0f}" for size in (row["memory_bytes"], cache)))
     for table in (times, shares, costs):
         screen.out.print(table)
     for row in result["rows"]:

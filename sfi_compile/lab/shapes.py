@@ -118,6 +118,11 @@ def rewind(cache: Any, context: int) -> None:
         layer.cumulative_length.fill_(context)
 
 
+def cache_bytes(cache: Any) -> int:
+    """Bytes of keys and values of all layers, used or not."""
+    return sum(t.numel() * t.element_size() for layer in cache.layers for t in (layer.keys, layer.values))
+
+
 def weight_bytes(model: Any, shape: Shape, tokens: int = 1) -> int:
     """Bytes of weights that a decode step of so many tokens reads: all of them, but of an untied input embedding only a
     few rows, and of a mixture the experts that different tokens go to, as many as can differ."""
