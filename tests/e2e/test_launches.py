@@ -1,0 +1,82 @@
+"""What a decode step launches on a GPU, read from the code that Inductor writes for one that is not there."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers
+from torch import fx
+
+from sfi_compile.config import Config
+from sfi_compile.lab.families import build
+from sfi_compile.passes import linears, pipeline
+from sfi_compile.passes.base import Work
+from sfi_compile.passes.lower import Lower
+from tests.decoders import CACHE
+from tests.kernels.fake_cuda import Launch, generated_for, launches
+from tests.kernels.triton_tools import needs_triton
+
+pytestmark = needs_triton
+BATCH, CONTEXT, WIDTH = 4, 4096, 1024
+OPTIONS = {"min_context": 0, "k_head": 256, "recent": 64}
+
+
+def launched(step: str) -> tuple[list[Launch], int]:
+    """Launches of a slow or fast step of two layers in bfloat16, and the elements of one memory's keys."""
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_attention_heads": 8, "num_key_value_heads": 4}
+    model = build("Qwen3", **sizes, head_dim=128, num_hidden_layers=2, max_position_embeddings=CONTEXT)()
+    model = model.to(torch.bfloat16)
+    works: list[tuple[Work, Sequence[Any]]] = []
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        work = pipeline.run(pipeline.ANALYSIS, Work(Config.from_options(OPTIONS), gm))
+        passes = [Lower(kernels=True) if p.name == "lower" else p for p in pipeline.REWRITE]
+        on_cpu = functools.partial(linears.combine, device_type="cpu")
+        with mock.patch.object(linears, "combine", on_cpu):
+            works.append((pipeline.run(passes, work, first_stage=len(pipeline.ANALYSIS)), inputs))
+        return gm.forward
+
+    cache = transformers.StaticCache(config=model.config, max_cache_len=CONTEXT)
+    with torch.no_grad():
+        model(torch.tensor([[3, 4, 5]] * BATCH), **{CACHE: cache})
+        torch.compile(model, backend=backend, dynamic=False)(torch.full((BATCH, 1), 6), **{CACHE: cache})
+    [(work, inputs)] = works
+    module = work.variants[step == "fast"]
+    memory = next(s for s in work.state if s.name == "sfi_mem_k_0")
+    return launches(generated_for(module, [*inputs, *work.added])), memory.allocate().numel()
+
+
+def copies_nothing(found: list[Launch], memory: int) -> None:
+    """Inductor copies what two operators write one after the other, and what it cannot write in place."""
+    sizes = [max(launch.numbers) for launch in found if "_tem_" not in launch.name and launch.numbers]
+    assert len(sizes) >= 10
+    assert max(sizes) < memory
+
+
+def test_a_fast_layer() -> None:
+    """Products of q, k and v; norms and rotation of queries and keys, and all writes; mask, attention, merge; output,
+    norm; gate and up, their product, down, norm."""
+    found, memory = launched("fast")
+    copies_nothing(found, memory)
+    attention = [
+        i for i, x in enumerate(found) if "_tem_" in x.name and "memory_att" in x.name and "_linear_" not in x.name
+    ]
+    assert len(attention) == 2
+    layer = [launch.name for launch in found[slice(*attention)]]
+    assert len(layer) <= 14, layer
+    assert not [name for name in layer if "torch.ops" in name]
+
+
+def test_a_slow_layer() -> None:
+    """The selector and packing are operators of their own; all else is Inductor's."""
+    found, memory = launched("slow")
+    copies_nothing(found, memory)
+    packing = [i for i, launch in enumerate(found) if "pack_rows" in launch.name and "torch.ops" in launch.name]
+    assert len(packing) == 2
+    layer = [launch.name for launch in found[slice(*packing)]]
+    assert len(layer) <= 22, layer
+    assert sum("torch.ops" in name for name in layer) == 2
