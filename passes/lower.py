@@ -98,6 +98,7 @@ def _on_device(graph: fx.Graph, tracer: Tracer) -> None:
     the memory how far each row's is filled."""
     by_products: dict[fx.Node, tuple[fx.Node, ...]] = {}
     appends: dict[fx.Node, fx.Node] = {}
+    still: dict[fx.Node, fx.Node] = {}
     slow_rows = next((n.args[4] for n in graph.nodes if n.target is _SFI.dense_attention.default), None)
     for node in list(graph.nodes):
         arguments: tuple[Any, ...] = node.args
@@ -124,10 +125,10 @@ def _on_device(graph: fx.Graph, tracer: Tracer) -> None:
                 logits, _, *rest = arguments
                 _replace(node, _call(graph, _SFI.select_rows.default, *by_products[logits], *rest))
             elif node.target is _SFI.pack.default:
-                _pack(graph, node, appends.get(arguments[8]))
+                _pack(graph, node, appends.get(arguments[8]), still)
 
 
-def _pack(graph: fx.Graph, pack: fx.Node, append: fx.Node | None) -> None:
+def _pack(graph: fx.Graph, pack: fx.Node, append: fx.Node | None, still: dict[fx.Node, fx.Node]) -> None:
     """Replace `sfi::pack`, and the append to the same memory, by one operator in the place of the former.
 
     What reads the memory, for the rows that are not slow, comes after it then. To them it makes no difference.
@@ -141,7 +142,10 @@ def _pack(graph: fx.Graph, pack: fx.Node, append: fx.Node | None) -> None:
     else:
         appended: tuple[Any, ...] = append.args
         position, refreshed_at, selected_end, recent = appended[2:6]
-        when = (position, refreshed_at, selected_end + recent - 1)
+        if position not in still:
+            with graph.inserting_after(position):
+                still[position] = _call(graph, _SFI.still.default, position)
+        when = (still[position], refreshed_at, selected_end + recent - 1)
         for node in graph.nodes:
             if node is pack:
                 break

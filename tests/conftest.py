@@ -19,6 +19,8 @@ def pytest_runtest_setup() -> None:
     logging.getLogger("torch.__trace").propagate = True
 
 
+pytest_runtest_setup()  # pytest begins to capture before the first test
+
 settings.register_profile("ci", max_examples=25, deadline=None, derandomize=True)
 settings.register_profile("thorough", max_examples=500, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

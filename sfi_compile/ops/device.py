@@ -117,6 +117,18 @@ def _(logits: Tensor, *rest: Any) -> Tensor:
     return logits.new_empty(batch, kv_heads, min(parse_spec(rest[-1]).k_head, size), dtype=torch.int64)
 
 
+@operator()
+def still(x: Tensor) -> Tensor:
+    """A copy, which every operator reads where it is: Inductor gives each operator that it does not fuse a copy of its
+    own of what is merely an expression."""
+    return x.clone()
+
+
+@fake_of(still)
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
 @operator("held", "mem_k", "mem_v")
 def pack_rows(
     k: Tensor,

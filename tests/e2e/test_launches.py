@@ -78,5 +78,5 @@ def test_a_slow_layer() -> None:
     packing = [i for i, launch in enumerate(found) if "pack_rows" in launch.name and "torch.ops" in launch.name]
     assert len(packing) == 2
     layer = [launch.name for launch in found[slice(*packing)]]
-    assert len(layer) <= 22, layer
+    assert len(layer) <= 21, layer
     assert sum("torch.ops" in name for name in layer) == 2

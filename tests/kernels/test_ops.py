@@ -149,11 +149,23 @@ def arguments_of(name: str, dtype: torch.dtype) -> tuple[Any, ...]:
         "pack": (k, v, selected, held, slow_rows, status, CONFIG.sink, *memory),
         "append": (k[:, :, :1], v[:, :, :1], at + 1, at.expand(2).clone(), 7, 4, *memory),
         "memory_attention": (q, memory[1], memory[2], memory[0], mask[:, :, :, :14].expand(2, 3, 1, 14), 0.3),
+        "still": (at,),
         "linear": (q, [k[0, 0], k[0, 1, :7]], [None, k[1, 0, :7, 0].clone()]),
     }[name]
 
 
-NAMES = ["gather", "attention", "frame", "dense_attention", "select", "pack", "append", "memory_attention", "linear"]
+NAMES = [
+    "gather",
+    "attention",
+    "frame",
+    "dense_attention",
+    "select",
+    "pack",
+    "append",
+    "memory_attention",
+    "linear",
+    "still",
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
