@@ -120,9 +120,3 @@ def top_k(scores: Tensor, candidates: Tensor, k: int) -> Tensor:
     positions = torch.arange(size, device=scores.device).expand(heads, size)
     out = torch.full((heads, k + 1), -1, dtype=torch.int64, device=scores.device)
     return out.scatter_(1, slot, positions)[:, :k]
-
-
-def select(logits: Tensor, keys: Tensor, position: Tensor, spec: SelectorSpec) -> Tensor:
-    """The selected positions of one row: int64 [H, min(k_head, N)], ascending, unused slots -1 at the end."""
-    k = min(spec.k_head, logits.shape[-1])
-    return top_k(score(logits, keys, position, spec), position > NEG_INF, k)

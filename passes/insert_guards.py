@@ -15,8 +15,10 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from sfi_compile import policies
 from sfi_compile.compat.dynamo import add_static_input, copy_graph_module, example, new_graph_module
 from sfi_compile.config import Config
+from sfi_compile.ops import RowStatus
 from sfi_compile.passes import axes
 from sfi_compile.passes.base import Builder, Pass, StateTensor, Work, substituted, transfer
 from sfi_compile.passes.dataflow import remove_dead
@@ -168,12 +170,17 @@ def _fast_branch(b: Builder, n: dict[str, fx.Node], site: Site, work: Work) -> f
     new_k, new_v = (b.call(torch.ops.aten.index_select.default, n[x], 2, position) for x in ("k", "v"))
     memory = (n["sfi_held"], n["sfi_mem_k"], n["sfi_mem_v"])
     b.call(sfi.append.default, new_k, new_v, position, n["sfi_refreshed_at"], selected_end, work.config.recent, *memory)
-    held, mem_k, mem_v = memory
+    return _remembered(b, n, site)
+
+
+def _remembered(b: Builder, n: dict[str, fx.Node], site: Site) -> fx.Node:
+    """Attention over the memory, as it is by then."""
+    held, mem_k, mem_v = n["sfi_held"], n["sfi_mem_k"], n["sfi_mem_v"]
     layout = axes.named("bhqs", tuple(example(n["mask"]).shape))
     of_queries = layout[1] != "1" and site.group > 1
     at = b.call(torch.ops.aten.repeat_interleave.self_int, held, site.group, 1) if of_queries else held
-    mask = b.call(sfi.gather.default, n["mask"], at, layout)
-    return b.call(sfi.memory_attention.default, n["q"], mem_k, mem_v, held, mask, *_form(site, n))
+    mask = b.call(torch.ops.sfi.gather.default, n["mask"], at, layout)
+    return b.call(torch.ops.sfi.memory_attention.default, n["q"], mem_k, mem_v, held, mask, *_form(site, n))
 
 
 def _form(site: Site, n: dict[str, fx.Node]) -> tuple[Any, ...]:
@@ -205,15 +212,21 @@ def _dense(b: Builder, n: dict[str, fx.Node], site: Site, work: Work) -> tuple[f
 def _slow_branch(b: Builder, n: dict[str, fx.Node], site: Site, work: Work) -> fx.Node:
     sfi, spec = torch.ops.sfi, work.config.selector().to_text()
     rows, status = n["sfi_slow_rows"], n["sfi_status"]
+    # Of a policy that chooses at every step, all rows are slow, and attend to what was chosen.
+    at_once = policies.parse(work.config.policy).reads_memory
     # Fast rows first: `pack` then rewrites the memory of the slow rows, whatever was appended to it.
-    remembered = _fast_branch(b, n, site, work) if site.batch > 1 else None
+    remembered = _fast_branch(b, n, site, work) if site.batch > 1 and not at_once else None
     out, logits, extent, log_position, held = _dense(b, n, site, work)
     selected = b.call(sfi.select.default, logits, n["k"], rows, status, extent, log_position, spec)
     memory = (n["sfi_held"], n["sfi_mem_k"], n["sfi_mem_v"])
     b.call(sfi.pack.default, n["k"], n["v"], selected, held, rows, status, work.config.sink, *memory)
+    dense = rows
+    if at_once:
+        remembered = _remembered(b, n, site)
+        dense = b.call(torch.ops.aten.ne.Scalar, status, int(RowStatus.READY))
     if remembered is None:
         return out
-    flags = b.call(torch.ops.aten.reshape.default, rows, [site.batch, 1, 1, 1])
+    flags = b.call(torch.ops.aten.reshape.default, dense, [site.batch, 1, 1, 1])
     return b.call(torch.where, flags, out, remembered)
 
 

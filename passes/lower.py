@@ -22,6 +22,7 @@ from sfi_compile import ops
 from sfi_compile.compat.dynamo import example, fake_mode_of, module_path
 from sfi_compile.kernels import lowering
 from sfi_compile.ops import device
+from sfi_compile.ops.slow import parse_spec
 from sfi_compile.passes import linears
 from sfi_compile.passes.base import Pass, VerificationError, Work
 from sfi_compile.passes.shapes import constant_of
@@ -75,6 +76,11 @@ class Lower(Pass):
 
 def _without_kernels(work: Work) -> Rejection | None:
     """Why the device cannot run our kernels on some site; None: it can on all."""
+    for node in work.variants[0].graph.nodes:
+        policy = parse_spec(node.args[6]).policy if node.target is _SFI.select.default else "sfi"
+        if policy != "sfi":
+            found, hint = f"policy {policy!r}, which is no kernel", "policy='sfi'"
+            return Rejection("kernel-policy", "graph", found, hint)
     for node in work.variants[1].graph.nodes:
         reason = lowering.supports(*(example(n) for n in node.args[:3])) if node.target is _TEMPLATE else None
         if reason is not None:

@@ -1,7 +1,7 @@
 """The options of `backend="sfi"`: one frozen dataclass, validated once, read by everything else.
 
-This room imports nothing of ours and nothing of torch. `Config.from_options` is the only way in from user input;
-every error names the option, the value and what is allowed.
+This room imports nothing of ours and nothing of torch, but for the names of the policies, when one is given.
+`Config.from_options` is the only way in from user input; every error names the option, the value and what is allowed.
 """
 
 from __future__ import annotations
@@ -61,10 +61,11 @@ class SelectorSpec:
     nms_alpha: float
     exclusivity_alpha: float
     exclusivity_temperature: float
+    policy: str
 
     def to_text(self) -> str:
         """One line, `name=value` pairs in field order; `from_text` reads it back exactly."""
-        return " ".join(f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self))
+        return " ".join(f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self))
 
     @classmethod
     def from_text(cls, text: str) -> SelectorSpec:
@@ -75,7 +76,8 @@ class SelectorSpec:
         if sorted(name for name, _ in items) != sorted(names):
             raise ValueError(f"not a selector spec: {text!r}; allowed: {' '.join(f'{n}=…' for n in names)}")
         values: dict[str, Any] = {
-            f.name: (int if f.type == "int" else float)(pairs[f.name]) for f in dataclasses.fields(cls)
+            f.name: {"int": int, "float": float, "str": str}[str(f.type)](pairs[f.name])
+            for f in dataclasses.fields(cls)
         }
         return cls(**values)
 
@@ -86,6 +88,8 @@ class Config:
 
     preset: str = "paper-speed"
     """Named group of defaults: one of `PRESETS`."""
+    policy: str = "sfi"
+    """What a refresh selects: a name of `sfi_compile.policies`, `name(field=value)`, or a policy itself."""
     sink: int = 4
     """First valid tokens of a row that every support keeps (>= 0)."""
     recent: int = 256
@@ -161,7 +165,13 @@ class Config:
         if not isinstance(preset, str) or preset not in PRESETS:
             raise _refuse("preset", preset, "one of " + ", ".join(map(repr, PRESETS)))
         merged = {**PRESETS[preset], **given}
-        return cls(**{key: _CHECKS[key](key, value) for key, value in merged.items()})
+        config = cls(**{key: _CHECKS[key](key, value) for key, value in merged.items()})
+        if "policy" in given and _policy_of(config.policy).reads_memory:
+            # It chooses at every step.
+            if given.get("refresh_interval", 1) != 1:
+                raise _refuse("refresh_interval", given["refresh_interval"], f"1 with policy {config.policy!r}")
+            config = dataclasses.replace(config, refresh_interval=1)
+        return config
 
 
 def within(config: Config, context: int) -> Config:
@@ -239,6 +249,22 @@ def _folder(key: str, value: Any) -> str:
     return path
 
 
+def _policy_of(text: str) -> Any:
+    from sfi_compile import policies
+
+    return policies.parse(text)
+
+
+def _policy(key: str, value: Any) -> str:
+    text = value if isinstance(value, str) else getattr(value, "to_text", lambda: None)()
+    if not isinstance(text, str):
+        raise _refuse(key, value, "a name, or a policy")
+    try:
+        return str(_policy_of(text).to_text())
+    except ValueError as error:
+        raise OptionError(f"sfi: option {key!r}: {error}") from None
+
+
 def _token_ids(key: str, value: Any) -> tuple[int, ...]:
     allowed = "an iterable of token ids (whole numbers >= 0)"
     # Dynamo compares options by ==, which arrays and tensors answer element by element.
@@ -253,6 +279,7 @@ def _token_ids(key: str, value: Any) -> tuple[int, ...]:
 
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "preset": _text,
+    "policy": _policy,
     "sink": _whole(0),
     "recent": _whole(1),
     "k_head": _whole(1),

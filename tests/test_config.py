@@ -30,7 +30,7 @@ SHARES = ["alpha", "lambda_clip", "lambda_clip_multi"]
 POSITIVE = ["position_power", "exclusivity_temperature"]
 WEIGHTS = ["norm_weight", "norm_gamma", "position_weight", "position_eta", "nms_alpha", "exclusivity_alpha"]
 REALS = SHARES + POSITIVE + WEIGHTS
-OTHERS = ["preset", "boundary_token_ids", "strict", "mode", "dump"]
+OTHERS = ["preset", "policy", "boundary_token_ids", "strict", "mode", "dump"]
 FIELDS = [f.name for f in dataclasses.fields(Config)]
 
 
@@ -263,10 +263,12 @@ def test_the_selector_spec_carries_the_options() -> None:
     assert (spec.k_head, spec.position_eta, spec.nms_alpha) == (9, 0.125, 0.5)
 
 
-whole, real = st.integers(0, 10**9), st.floats(0, 1e12)
-specs = st.builds(
-    SelectorSpec, **{f.name: whole if f.type == "int" else real for f in dataclasses.fields(SelectorSpec)}
-)
+kinds: dict[Any, Any] = {
+    "int": st.integers(0, 10**9),
+    "float": st.floats(0, 1e12),
+    "str": st.sampled_from(["sfi", "random(seed=-2)"]),
+}
+specs = st.builds(SelectorSpec, **{f.name: kinds[f.type] for f in dataclasses.fields(SelectorSpec)})
 
 
 @given(specs)

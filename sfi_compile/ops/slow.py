@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sfi_compile import policies
 from sfi_compile.config import SelectorSpec
 from sfi_compile.kernels import attention, selector, support
 from sfi_compile.ops.registration import fake_of, only_writes, operator
@@ -229,13 +230,17 @@ def select(
         int64 [B, Hkv, min(k_head, N)], ascending; -1 for unused slots and in rows that do not refresh.
     """
     parsed = parse_spec(spec)
+    policy = policies.parse(parsed.policy)
     k = min(parsed.k_head, keys.shape[2])
     out = torch.full((keys.shape[0], keys.shape[1], k), -1, dtype=torch.int64, device=keys.device)
     lengths = extent[:, 1].tolist()
     for b in _refreshing(slow_rows, status):
         # The selector's work grows with what is valid, not with what is allocated.
         n = lengths[b]
-        chosen = selector.select(logits[b, ..., :n], keys[b, :, :n], log_position[b, :n], parsed)
+        place = log_position[b, :n]
+        candidates = place > attention.NEG_INF
+        evidence = policies.Evidence(logits[b, ..., :n], keys[b, :, :n], candidates, place, parsed)
+        chosen = selector.top_k(policies.scores_of(policy, evidence), candidates, min(k, n))
         out[b, :, : chosen.shape[-1]] = chosen
     return out
 

@@ -28,7 +28,7 @@ def score_of(logits: Tensor, keys: Tensor, cand: Tensor, spec: SelectorSpec) -> 
 
 
 def select_of(logits: Tensor, keys: Tensor, cand: Tensor, spec: SelectorSpec) -> Tensor:
-    return selector.select(logits, keys, selector.log_position(cand, spec), spec)
+    return selector.top_k(score_of(logits, keys, cand, spec), cand, min(spec.k_head, logits.shape[-1]))
 
 
 @dataclasses.dataclass(frozen=True)

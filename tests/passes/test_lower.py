@@ -98,15 +98,25 @@ def test_a_computed_fill_has_no_kernel(monkeypatch: pytest.MonkeyPatch, caplog: 
         scores = (q @ keys.mT).masked_fill(blocked, -1e9).masked_fill(blocked & (torch.arange(8) < 3), -1e4)
         return scores.softmax(-1) @ values
 
-    work = compiled(record(two_fills, *inputs(1)).module, "verify")
-    on_gpu = [dataclasses.replace(s, device=torch.device("cuda")) for s in work.state]
     monkeypatch.setattr(lowering, "supports", lambda *_: None)
+    assert "kernel-fill" in without_kernels(compiled(record(two_fills, *inputs(1)).module, "verify"), caplog)
+
+
+def test_only_one_policy_has_kernels(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(lowering, "supports", lambda *_: None)
+    work = compiled(record(half_masked, *inputs(1)).module, "verify", policy="random(seed=3)")
+    assert "kernel-policy: policy 'random(seed=3)'" in without_kernels(work, caplog)
+
+
+def without_kernels(work: Work, caplog: pytest.LogCaptureFixture) -> str:
+    """What is logged as the graphs, told to be a GPU's, become plain torch."""
+    on_gpu = [dataclasses.replace(s, device=torch.device("cuda")) for s in work.state]
     with caplog.at_level(logging.WARNING, "sfi_compile"):
         slow, fast = Lower().apply(dataclasses.replace(work, state=tuple(on_gpu))).variants
     assert operators(slow.graph) == {"frame", "dense_attention", "select", "pack"}
     assert operators(fast.graph) == set()
     [line] = [r.getMessage() for r in caplog.records if r.name.startswith("sfi")]
-    assert "kernel-fill" in line
+    return line
 
 
 def test_sites_that_look_alike_keep_what_differs() -> None:

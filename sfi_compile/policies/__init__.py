@@ -1,0 +1,16 @@
+"""Policies: what a memory holds. `sfi` is the paper's selector (`kernels/selector.py`); the others are baselines.
+
+Whatever the policy, sinks and the recent segment are kept, and `k_head` tokens for each KV head are chosen at every
+refresh; all go through the same passes and the same memory. May import kernels and `config`.
+"""
+
+from sfi_compile.policies.base import Evidence, Policy, names, parse, register, scores_of
+from sfi_compile.policies.fresh import Fresh
+from sfi_compile.policies.random import Random
+from sfi_compile.policies.sfi import Sfi
+from sfi_compile.policies.streaming import Streaming
+from sfi_compile.policies.topk import TopK
+
+__all__ = [
+    "Evidence", "Fresh", "Policy", "Random", "Sfi", "Streaming", "TopK", "names", "parse", "register", "scores_of",
+]  # fmt: skip

@@ -1,0 +1,144 @@
+"""What a policy is: how a slow step ranks the tokens that a memory may hold. Imports torch and `config`.
+
+A policy is one file, one frozen dataclass, one method. Its fields are its numbers, and graphs carry it as text, so they
+are of the plain kinds that Python writes and reads back: numbers, strings, booleans, and tuples of them.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+from typing import ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from sfi_compile.config import SelectorSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Evidence:
+    """What a refresh of one row knows at one site: H KV heads, R evidence rows (query heads of a group times queries of
+    the step), N positions, keys of width D."""
+
+    logits: Tensor
+    """float32 [H, R, N], the site's own; -inf where masked."""
+    keys: Tensor
+    """[H, N, D]; off the candidates they may hold anything, NaN included."""
+    candidates: Tensor
+    """bool [N]: what may be selected. Sinks and the recent segment are kept in any case, and are not among them."""
+    log_position: Tensor
+    """float32 [N]: the term of `sfi`'s prior that depends on the place alone."""
+    spec: SelectorSpec
+    """The options that a refresh depends on."""
+
+    @property
+    def log_probabilities(self) -> Tensor:
+        """Log of each evidence row's attention, float32 [H, R, N]."""
+        return self.logits.log_softmax(-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """Base of all policies."""
+
+    name: ClassVar[str]
+    """What `policy=` in the options says."""
+    reads_memory: ClassVar[bool] = False
+    """Whether a slow step, too, attends to the memory, to the one that it has just filled, and not to everything."""
+
+    def scores(self, evidence: Evidence) -> Tensor:
+        """How much each position is wanted: [H, N], of which `k_head` candidates of each head are taken, the largest
+        first, ties to the lower position. -inf: last. Of positions that are no candidates, nobody asks."""
+        raise NotImplementedError
+
+    def to_text(self) -> str:
+        """`name`, or `name(field=value, …)` for fields that differ from their defaults; without blanks."""
+        fields = dataclasses.fields(self)
+        given = [f"{f.name}={getattr(self, f.name)!r}" for f in fields if getattr(self, f.name) != f.default]
+        return (self.name + (f"({','.join(given)})" if given else "")).replace(" ", "")
+
+
+_known: dict[str, type[Policy]] = {}
+P = TypeVar("P", bound=type[Policy])
+
+
+def register(policy: P) -> P:
+    """Make a policy known by its name, as a decorator of its class.
+
+    Raises:
+        ValueError: it is no frozen dataclass, has no name, or the name of another class.
+    """
+    name = getattr(policy, "name", None)
+    parameters = getattr(policy, "__dataclass_params__", None)
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ValueError(f"policy {policy.__name__}: name is {name!r}; allowed: letters, digits and underscores")
+    if "__dataclass_params__" not in vars(policy) or parameters is None or not parameters.frozen:
+        raise ValueError(f"policy {name!r}: {policy.__name__} is no frozen dataclass")
+    bare = [f.name for f in dataclasses.fields(policy) if f.default is dataclasses.MISSING]
+    if bare:
+        raise ValueError(f"policy {name!r}: fields without a default: {', '.join(bare)}")
+    other = _known.get(name)
+    if other is not None and (other.__module__, other.__qualname__) != (policy.__module__, policy.__qualname__):
+        raise ValueError(f"policy {name!r}: there is one of that name, {other.__module__}.{other.__qualname__}")
+    _known[name] = policy
+    parse.cache_clear()
+    return policy
+
+
+def names() -> list[str]:
+    """Of all policies that are registered, sorted."""
+    return sorted(_known)
+
+
+@functools.lru_cache(maxsize=64)
+def parse(text: str) -> Policy:
+    """The policy that `to_text` wrote, or that a user did.
+
+    Raises:
+        ValueError: no such policy, with those there are, or a value that it does not take.
+    """
+    try:
+        call = ast.parse(text.strip(), mode="eval").body
+    except SyntaxError:
+        call = None
+    if isinstance(call, ast.Name):
+        call = ast.Call(call, [], [])
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+        raise ValueError(f"{text!r} is no policy; allowed: a name, or name(field=value, …)")
+    if call.func.id not in _known:
+        raise ValueError(f"there is no policy {call.func.id!r}; allowed: {', '.join(map(repr, names()))}")
+    kind = _known[call.func.id]
+    fields = [f.name for f in dataclasses.fields(kind)]
+    values = {}
+    for keyword in call.keywords:
+        if keyword.arg not in fields:
+            raise ValueError(
+                f"policy {kind.name!r} has no {keyword.arg!r}; allowed: {', '.join(fields) or 'no fields'}"
+            )
+        try:
+            values[keyword.arg] = ast.literal_eval(keyword.value)
+        except ValueError:
+            raise ValueError(f"policy {kind.name!r}: {keyword.arg} is no number, string or tuple") from None
+    for field in dataclasses.fields(kind):
+        value = values.get(field.name, field.default)
+        if isinstance(field.default, float) and type(value) is int:
+            values[field.name] = value = float(value)
+        if type(value) is not type(field.default):
+            allowed = type(field.default).__name__
+            raise ValueError(f"policy {kind.name!r}: {field.name} is {value!r}; allowed: {allowed}")
+    return kind(**values)
+
+
+def scores_of(policy: Policy, evidence: Evidence) -> Tensor:
+    """Scores of the candidates, float32 [H, N]: what `top_k` takes. NaN counts as -inf.
+
+    Raises:
+        ValueError: the policy's scores have another shape.
+    """
+    found = policy.scores(evidence).float()
+    heads, size = evidence.keys.shape[:2]
+    if found.shape != (heads, size):
+        raise ValueError(f"policy {policy.name!r} gave scores of shape {tuple(found.shape)}; allowed: {(heads, size)}")
+    return torch.where(evidence.candidates & ~found.isnan(), found, -torch.inf)
