@@ -149,10 +149,14 @@ class _Finder:
         return found
 
     def _holds_attention(self, node: fx.Node) -> bool:
-        """Whether a graph that a node runs (of a checkpoint, a cond) has an attention node."""
+        """Whether a graph that a node runs (of a checkpoint, a cond) has an attention node, or softmax and products
+        and reads a cache that this step writes."""
         known = dict(self.module.named_modules())
         inner = [known.get(str(n.target)) for n in node.all_input_nodes if n.op == "get_attr"]
-        return any(n.target in _SDPA for m in inner if isinstance(m, fx.GraphModule) for n in m.graph.nodes)
+        nodes = [n for m in inner if isinstance(m, fx.GraphModule) for n in m.graph.nodes]
+        written_out = any(map(links.is_softmax, nodes)) and sum(map(is_product, nodes)) > 1
+        cached = any(self.flow.writes(n) for n in node.all_input_nodes)
+        return any(n.target in _SDPA for n in nodes) or (written_out and cached)
 
     def _sdpa(self, node: fx.Node) -> Form | None:
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")

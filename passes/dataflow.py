@@ -58,7 +58,10 @@ def mutated_argument(node: fx.Node) -> fx.Node | None:
 
 
 def live_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """What outputs need, and writes into inputs; writes into the graph's own tensors if they are read."""
+    """What outputs need, and writes into inputs; writes into the graph's own tensors if they are read.
+
+    Also calls without a value, which can only be there for what they do: `vmap` enters and leaves by such calls.
+    """
     flow = DataFlow(graph)
     live: set[fx.Node] = set()
     read: set[fx.Node] = set()
@@ -66,7 +69,8 @@ def live_nodes(graph: fx.Graph) -> set[fx.Node]:
         written = {flow.origin(n) for n in mutated_arguments(node)}
         inputs = any(n.op in ("placeholder", "get_attr") for n in written)
         needed = node.op in ("placeholder", "output") or not live.isdisjoint(node.users)
-        if needed or inputs or written & read or (not written and node.is_impure()):
+        acts = not written and (node.is_impure() or (node.op == "call_function" and "example_value" not in node.meta))
+        if needed or inputs or written & read or acts:
             live.add(node)
             read.update(flow.origin(n) for n in node.all_input_nodes)
     return live

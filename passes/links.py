@@ -86,11 +86,17 @@ def products_below(softmax: fx.Node) -> list[tuple[list[fx.Node], fx.Node]]:
                 found.append((links, user))
                 continue
             sliced = user.target is operator.getitem and user.args[0] is links[-1]
-            idle = "dropout" in name_of(user) or name_of(user) == "nan_to_num"
+            idle = "dropout" in name_of(user) or _only_zeroes(user)
             if user not in seen and (is_link(user) or sliced or idle):
                 seen.add(user)
                 frontier.append([*links, user])
     return found
+
+
+def _only_zeroes(node: fx.Node) -> bool:
+    """`nan_to_num` of weights: it makes zeros of the NaN of a query that may attend to nothing."""
+    given = dict(zip(("input", "nan", "posinf", "neginf"), node.args, strict=False)) | dict(node.kwargs)
+    return name_of(node) == "nan_to_num" and given.get("nan") in (None, 0)
 
 
 def fate(product: fx.Node) -> str:

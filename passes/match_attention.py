@@ -19,6 +19,7 @@ from sfi_compile.passes.base import MOST_QUERIES, Pass, Refusal, Work
 from sfi_compile.passes.dataflow import DataFlow
 from sfi_compile.passes.reads import cache_read, check_position, checked_mask
 from sfi_compile.passes.shapes import shape_of
+from sfi_compile.passes.uncovered import uncovered
 from sfi_compile.site import Form, Guard, MatchResult, Rejection, Site
 
 
@@ -54,6 +55,7 @@ def match(graph: fx.Graph, forms: tuple[Form | Rejection, ...]) -> MatchResult:
         explanation = f"{site.batch} rows of {site.query_len} new tokens, beside sites of {sites[0].batch} rows"
         hint = "give keys and values a batch axis"
         rejections.append(Rejection("rows", site.module, explanation, hint))
+    rejections += uncovered(graph, flow, sites, rejections)
     guard = _guard(sites, forms, graph, flow) if sites else None
     return MatchResult(tuple(sites), tuple(rejections), guard)
 

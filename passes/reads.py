@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from sfi_compile.compat.dynamo import example
-from sfi_compile.passes import along, axes, paths
+from sfi_compile.passes import along, axes, openings, paths
 from sfi_compile.passes.base import Refusal
 from sfi_compile.passes.dataflow import DataFlow
 from sfi_compile.passes.shapes import shape_of
@@ -90,7 +90,8 @@ def _write(leaf: along.Leaf, what: str, batch_axis: int | None, attention: fx.No
     if leaf.source.op != "placeholder":
         raise Refusal("no-cache-write", f"{what} come from {leaf.source.name}, which is no input", STATIC_HINT)
     if len(writes) > 1:
-        raise Refusal("several-writes", f"{len(writes)} writes into {leaf.source.name} ({what})", STATIC_HINT)
+        hint = "keys and values each in a tensor of its own, written once a step"
+        raise Refusal("several-writes", f"{len(writes)} writes into {leaf.source.name} ({what})", hint)
     node = writes[0]
     if flow.order[node] > flow.order[attention]:
         raise Refusal("late-write", f"{node.name} comes after attention", "write the cache before attention")
@@ -148,7 +149,8 @@ def checked_mask(mask: fx.Node, full: tuple[int, ...], attention: fx.Node, flow:
     shape = shape_of(mask)
     if shape is None or len(shape) != 4 or any(m not in (1, f) for m, f in zip(shape, full, strict=True)):
         raise Refusal("mask-shape", f"mask {shape} over {full}", "use a mask [batch, heads or 1, 1, context]")
-    found = axes.trace(mask, axes.named("bhqs", shape), full[1])
+    layout = axes.named("bhqs", shape)
+    found = axes.trace(mask, layout, full[1])
     if found.blocked is not None:
         hint = "pass a 4-D mask, or a 2-D mask as long as the cache"
         raise Refusal("mask-not-commutable", f"mask: {found.blocked.reason}", hint)
@@ -156,6 +158,14 @@ def checked_mask(mask: fx.Node, full: tuple[int, ...], attention: fx.Node, flow:
     if write is not None:
         hint = "build the mask anew, after everything that it reads was updated"
         raise Refusal("mask-written", f"{write.name} changes the mask, or what it reads, in place", hint)
+    opening = openings.opens(mask, layout, full[1], flow)
+    if opening is not None:
+        explanation = (
+            f"{opening.name} compares tokens with the step's position other than by order, so the mask may let "
+        )
+        explanation += "through later what it blocks now"
+        hint = "pass the mask to the model, if no token is let through that was blocked before"
+        raise Refusal("mask-opens", explanation, hint)
     return found
 
 

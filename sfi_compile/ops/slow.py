@@ -58,7 +58,7 @@ def frame(
         fill: the same as a float that broadcasts to [B, Hq, Q, N], where it is no one number.
 
     Returns:
-        extent int64 [B, 3]: tokens that the last query attends to with any head, one past the last token that any
+        extent int64 [B, 3]: tokens that any query attends to with any head, one past the last token that any
             query attends to (at least 1), and whether that comes after the position, or all tokens of a query are
             blocked;
         log_position float32 [B, N], the selector's, -inf off its candidates;
@@ -100,9 +100,9 @@ def framed(
     sees = None if blocked is None else attention.sees_any(mask, blocked)
     if sees is not None:
         attended = attended | ~sees
-    by_query = attended.any(1)
-    allowed, read = by_query[:, -1], by_query.any(1)
-    length = (read * torch.arange(1, mask.shape[-1] + 1, device=mask.device)).amax(-1).clamp_min(1)
+    # By any query: queries of one step may see other tokens, and each may be like one of a step to come.
+    allowed = attended.flatten(1, 2).any(1)
+    length = (allowed * torch.arange(1, mask.shape[-1] + 1, device=mask.device)).amax(-1).clamp_min(1)
     ahead = length > last + 1
     if sees is not None:
         ahead = ahead | ~sees.flatten(1).all(1)

@@ -88,3 +88,59 @@ def softmin(q, k, v, keys, values, pos, pad):  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize("step", [over_rows, tokens_first, elementwise, softmin])
 def test_a_context_longer_than_any_step_hides_no_softmax(step: Step) -> None:
     assert compare(step, torch.zeros(1)) == ("softmax-chain",)
+
+
+def test_queries_of_one_step_that_see_other_tokens() -> None:
+    """A mask given to the step, as for a tree of drafts: a token that the last query may not see is remembered, too."""
+    g = torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(1, 2, SIZE, DIM, generator=g) for _ in range(2))
+    own = keys.clone(), values.clone()
+
+    def step(q, k, v, keys, values, pos, seen):  # type: ignore[no-untyped-def]
+        write(k, v, keys, values, pos)
+        return torch.nn.functional.scaled_dot_product_attention(q, keys, values, attn_mask=seen)
+
+    slots = torch.arange(SIZE)
+    with eager_lowering(), torch.no_grad():
+        compiled = torch.compile(step, backend="sfi", options=FULL)
+        for at in range(20, 30, 2):
+            pos = torch.tensor([at, at + 1])
+            seen = ((slots <= pos[:, None]) & (slots % 2 == pos[:, None] % 2))[None, None]
+            q, k, v = torch.randn(3, 1, 2, 2, DIM, generator=g)
+            got = compiled(q, k, v, keys, values, pos, seen)
+            torch.testing.assert_close(got, step(q, k, v, *own, pos, seen), rtol=1e-4, atol=1e-5)
+    stats = sfi_compile.stats()
+    assert (stats.slow_steps, stats.fast_steps) == (1, 4)
+
+
+def test_vmap_beside_attention() -> None:
+    """It enters and leaves by calls that nothing uses."""
+
+    def step(q, k, v, keys, values, pos, pad):  # type: ignore[no-untyped-def]
+        mask = write(k, v, keys, values, pos)
+        q = q + torch.vmap(lambda x: x.softmax(-1))(q)
+        return torch.nn.functional.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+
+    assert compare(step, torch.zeros(1)) == ()
+    assert sfi_compile.stats().sites == 1
+
+
+def test_written_out_in_a_graph_of_its_own() -> None:
+    def attend(q, keys, values, mask):  # type: ignore[no-untyped-def]
+        return (q @ keys.mT * DIM**-0.5).masked_fill(~mask, float("-inf")).softmax(-1) @ values
+
+    def step(q, k, v, keys, values, pos, pad):  # type: ignore[no-untyped-def]
+        mask = write(k, v, keys, values, pos)
+        return torch.utils.checkpoint.checkpoint(attend, q, keys, values, mask, use_reentrant=False)
+
+    assert compare(step, torch.zeros(1)) == ("nested-graph",)
+
+
+def test_nan_that_becomes_another_number_than_zero() -> None:
+    def step(q, k, v, keys, values, pos, pad):  # type: ignore[no-untyped-def]
+        mask = write(k, v, keys, values, pos) & (pad == 0)
+        return (q @ keys.mT).masked_fill(~mask, float("-inf")).softmax(-1).nan_to_num(nan=0.01) @ values
+
+    pad = torch.zeros(2, 2, 1, SIZE)
+    pad[1, 0] = 1
+    assert compare(step, pad) == ("softmax-chain",)

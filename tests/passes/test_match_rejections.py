@@ -74,6 +74,26 @@ def unwritten(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos
     return SDPA(q, keys, values, attn_mask=(torch.arange(N) <= pos)[None, None, None])
 
 
+def by_elements(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    weights = ((q * keys).sum(-1) + torch.where(torch.arange(N) <= pos, 0.0, -torch.inf)).exp()
+    written(k, v, keys, values, pos)
+    return (weights[..., None] * values).sum(2, keepdim=True) / weights.sum(-1)[..., None, None]
+
+
+def hidden(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    """Attention in one call of aten."""
+    mask = written(k, v, keys, values, pos)
+    return torch.ops.aten._scaled_dot_product_attention_math(q, keys, values, mask)[0]
+
+
+def paged(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    """Positions first, found in a table of blocks."""
+    table = torch.arange(N) * 3 % N
+    pages = keys[0].transpose(0, 1)
+    pages[table[pos]] = k[0].transpose(0, 1)
+    return SDPA(q, pages[table].transpose(0, 1)[None], pages[table].transpose(0, 1)[None])
+
+
 def growing(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
     return SDPA(q, torch.cat([keys, k], 2), torch.cat([values, v], 2))
 
@@ -238,6 +258,9 @@ CODES: list[tuple[str, Step, dict[str, int]]] = [
     ("heads", rewritten(key=lambda q, k, *_: k[:1] * 1.0, value=lambda q, k, v, *_: v[:1] * 1.0), {"batch": 2}),
     ("no-cache-write", unwritten, {}),
     ("growing-cache", growing, {}),
+    ("unknown-attention", by_elements, {}),
+    ("unknown-attention", hidden, {}),
+    ("unknown-attention", paged, {}),
     ("rolling-window", rolled, {}),
     ("rolling-window", copied, {}),
     ("not-commutable", rewritten(key=lambda q, k, *_: k.roll(1, 2)), {}),
@@ -285,6 +308,7 @@ ELSEWHERE = {
     "graph-break": "tests/e2e/test_rejections.py",
     "context-work": "tests/e2e/test_rejections.py",
     "symbolic-tokens": "tests/e2e/test_rejections.py",
+    "mask-opens": "here, test_masks_that_open",
     "rows": "tests/passes/test_chains.py",
     "weights-used": "tests/passes/test_chains.py",
     "kernel-fill": "tests/passes/test_lower.py",
@@ -305,6 +329,42 @@ def test_reasons_to_stay_dense(code: str, function: Step, sizes: dict[str, int])
 
 def test_every_code_is_produced_by_a_test() -> None:
     assert {code for code, _, _ in CODES} | set(ELSEWHERE) == all_codes()
+
+
+def opening(make: Callable[[Tensor, Tensor], Tensor]) -> Step:
+    """The usual mask, and another one of token and position."""
+    return rewritten(attn_mask=lambda q, k, v, mask, pos: mask & make(torch.arange(N), pos[:, None])[None, None])
+
+
+OPENING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "strided": lambda j, p: (p - j) % 3 == 0,
+    "strided, or near": lambda j, p: ((p - j).remainder(3) == 0) | (j > p - 4),
+    "sequences side by side": lambda j, p: j % 2 == p % 2,
+    "at every other step": lambda j, p: (p % 2 == 0) | (j > p - 4),
+    "by where": lambda j, p: torch.where((p - j) % 3 == 0, True, False),
+    "by a distance": lambda j, p: (p - j) != 2,
+    "by order of what is periodic": lambda j, p: (p - j) % 3 < 1,
+}
+CLOSING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a window": lambda j, p: j > p - 4,
+    "a window, as a distance": lambda j, p: (p - j).abs() < 4,
+    "chunks": lambda j, p: j // 4 >= p // 4,
+    "a prefix": lambda j, p: (j <= p) | (j < 3),
+    "parity of tokens": lambda j, p: (j % 2 == 0) & (j <= p),
+    "a window with sinks": lambda j, p: (j > p - 4) | (j == 0),
+    "as a number": lambda j, p: (p - j).clamp(min=0) * 0.5 < 2.0,
+    "from a position on": lambda j, p: (p >= 0) & (j <= p),
+}
+
+
+@pytest.mark.parametrize("name", OPENING)
+def test_masks_that_open(name: str) -> None:
+    assert codes(opening(OPENING[name]), *operands(size=N)) == (0, ["mask-opens"])
+
+
+@pytest.mark.parametrize("name", CLOSING)
+def test_masks_that_close(name: str) -> None:
+    assert codes(opening(CLOSING[name]), *operands(size=N)) == (1, [])
 
 
 ACCEPTED: dict[str, Step] = {
