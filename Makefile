@@ -41,7 +41,7 @@ thorough: $(VENV)/.dev  ## pytest with many more examples, and every family of d
 	HYPOTHESIS_PROFILE=thorough OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 bench: $(VENV)/.models  ## the CPU results of docs/results/
-	$(BIN)/sfi bench --shape tiny-cpu --context 4096,8192,32768
+	$(BIN)/sfi bench --shape tiny-cpu --context 4096,8192,32768 --new-tokens 96
 
 examples: $(VENV)/.models  ## run every example
 	@for f in examples/*.py; do echo "== $$f"; $(BIN)/python $$f || exit 1; done

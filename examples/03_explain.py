@@ -29,4 +29,4 @@ with torch.no_grad():
     report = sfi_compile.explain(model, prompt[:, -1:], **cache)
 
 print(report)
-print(f"\nSFI pays from {report.break_even_context} tokens of context on")
+print(f"\nslow and fast steps together beat dense ones from {report.break_even_context} tokens of context on")

@@ -20,7 +20,7 @@ from torch import fx
 
 import sfi_compile.ops  # noqa: F401  (registers the sfi:: operators that passes emit and recognise)
 from sfi_compile.compat.dynamo import example, fake_mode_of, size_hint
-from sfi_compile.config import Config
+from sfi_compile.config import Config, OptionError
 from sfi_compile.cost_model import CostModel
 from sfi_compile.site import Form, MatchResult, Rejection
 
@@ -184,10 +184,13 @@ def graphs_of(work: Work) -> dict[str, fx.GraphModule]:
 
 def dump(work: Work, folder: Path, stage: int, name: str) -> None:
     """Write the readable form of every graph of this stage: `NN_name.graph.py`, or `.slow.py` and `.fast.py`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for label, module in graphs_of(work).items():
-        text = module.print_readable(print_output=False)
-        (folder / f"{stage:02d}_{name}.{label}.py").write_text(text, encoding="utf-8")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for label, module in graphs_of(work).items():
+            text = module.print_readable(print_output=False)
+            (folder / f"{stage:02d}_{name}.{label}.py").write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OptionError(f"sfi: option 'dump' is {str(folder)!r}, which cannot be written: {error.strerror}") from None
 
 
 class Builder:

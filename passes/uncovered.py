@@ -23,6 +23,7 @@ from sfi_compile.site import Rejection, Site
 _VIEWS = frozenset(
     "getitem view reshape permute transpose expand unsqueeze squeeze flatten unflatten narrow select mT".split()
 ) | frozenset(SAME)
+_COPIES = ("index_copy", "index_put", "scatter", "slice_scatter", "select_scatter")
 
 
 def uncovered(graph: fx.Graph, flow: DataFlow, sites: Iterable[Site], known: Iterable[Rejection]) -> list[Rejection]:
@@ -46,10 +47,13 @@ def uncovered(graph: fx.Graph, flow: DataFlow, sites: Iterable[Site], known: Ite
 
 
 def _is_cache(root: fx.Node, flow: DataFlow) -> bool:
-    """Whether a step writes a few positions, which move from step to step, along an axis of an input."""
+    """Whether a step writes a few positions, which move from step to step, along an axis of an input, or returns a copy
+    with these positions replaced."""
     value = example(root)
     if not isinstance(value, torch.Tensor) or value.dim() < 3 or isinstance(value, torch.nn.Parameter):
         return False
+    if any(name_of(user) in _COPIES and any(n.op == "output" for n in user.users) for user in root.users):
+        return True
     for write in flow.writes(root):
         into: Any = write.args[0]
         for axis in range(example(into).dim()):
@@ -71,7 +75,7 @@ def _readers(root: fx.Node, flow: DataFlow) -> list[fx.Node]:
             if user in seen or user.op == "output":
                 continue
             seen.add(user)
-            if name_of(user) in _VIEWS or user in flow.writes(root):
+            if name_of(user) in (*_VIEWS, *_COPIES) or user in flow.writes(root):
                 frontier.append(user)
             elif not mutated_arguments(user):
                 found.append(user)

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import torch
 
 from sfi_compile.boundaries import sentence_boundaries
-from sfi_compile.compat.inductor import mode_patches
 from sfi_compile.compat.module import compile_calls
 from sfi_compile.config import Config, OptionError
 from sfi_compile.passes.base import MOST_QUERIES
@@ -58,8 +57,7 @@ def accelerate(model: Model, tokenizer: Any = None, max_cache_len: int | None = 
     max_cache_len = _checked(max_cache_len, model if generation is None else None)
     if tokenizer is not None and "boundary_token_ids" not in options:
         options["boundary_token_ids"] = sentence_boundaries(tokenizer)
-    config = Config.from_options(options)
-    mode_patches(config.mode)
+    Config.from_options(options)
     model.eval()
     compile_calls(model, _is_step, backend="sfi", options=options)
     if generation is not None:

@@ -52,9 +52,14 @@ Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
 BenchDtype = Annotated[str, typer.Option(help="auto (bfloat16 on CUDA, else float32), float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Shapes = Annotated[
-    str, typer.Option("--shape", help="tiny-cpu, smollm2-135m, qwen3-0.6b or qwen3-4b; comma-separated.")
+    str,
+    typer.Option(
+        "--shape",
+        help="tiny-cpu, smollm2-135m, qwen3-0.6b, qwen3-4b, qwen3-30b-a3b or llama3-8b; comma-separated.",
+    ),
 ]
-Counts = Annotated[str, typer.Option(help="Rows per batch, or cached tokens before the first step; comma-separated.")]
+Batches = Annotated[str, typer.Option(help="Rows per batch; comma-separated.")]
+Contexts = Annotated[str, typer.Option(help="Cached tokens before the first step; comma-separated.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; torch's own choice if left out.", **_whole(1))]
 
 
@@ -149,8 +154,8 @@ def explain(
 @app.command(epilog="Example: sfi bench --shape tiny-cpu --context 2048,8192,32768 --new-tokens 64 --json bench.json")
 def bench(
     shape: Shapes = "tiny-cpu",
-    batch: Counts = "1",
-    context: Counts = "2048,8192,32768",
+    batch: Batches = "1",
+    context: Contexts = "2048,8192,32768",
     new_tokens: Annotated[int, typer.Option(help="Decode steps of the measured run.", **_whole(8))] = 64,
     step_tokens: Annotated[int, typer.Option(help="New tokens a row in one step, 1 to 8.", **_whole(1, 8))] = 1,
     kernel: Annotated[

@@ -1,6 +1,6 @@
 """The options of `backend="sfi"`: one frozen dataclass, validated once, read by everything else.
 
-This room imports nothing of ours and nothing of torch, but for the names of the policies, when one is given.
+This room imports nothing of ours and nothing of torch, but for the names of policies and modes, when one is given.
 `Config.from_options` is the only way in from user input; every error names the option, the value and what is allowed.
 """
 
@@ -112,7 +112,7 @@ class Config:
     mode: str | None = None
     """Inductor mode, for use together with other options (`torch.compile` takes `mode=` or `options=`, not both)."""
     dump: str | None = None
-    """Folder to write the graph after each pass into."""
+    """Folder to write the graph after each pass into; a graph that is compiled later overwrites an earlier one."""
     alpha: float = 0.5
     """Exponent of the power mean over evidence rows; 0 is the geometric mean (0 <= alpha <= 1)."""
     norm_weight: float = 1.0
@@ -249,6 +249,17 @@ def _folder(key: str, value: Any) -> str:
     return path
 
 
+def _mode(key: str, value: Any) -> str:
+    from sfi_compile.compat.inductor import mode_patches
+
+    text = _text(key, value)
+    try:
+        mode_patches(text)
+    except ValueError as error:
+        raise OptionError(str(error)) from None
+    return text
+
+
 def _policy_of(text: str) -> Any:
     from sfi_compile import policies
 
@@ -289,7 +300,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "boundary_token_ids": _token_ids,
     "min_context": _optional(_whole(0)),
     "strict": _flag,
-    "mode": _optional(_text),
+    "mode": _optional(_mode),
     "dump": _optional(_folder),
     "alpha": _real(0.0, 1.0),
     "norm_weight": _real(0.0),

@@ -60,6 +60,8 @@ def test_the_module_runs_and_ends_with_one_line_and_exit_code_2() -> None:
         (["generate", "--option", "k_head"], ["'k_head'", "key=value"]),
         (["generate", "--option", "k_head=many"], ["'k_head'", "'many'", "a whole number >= 1"]),
         (["explain", "--option", "preset=fast"], ["'preset'", "'fast'", "'paper-speed'"]),
+        (["explain", "--option", "mode=nope"], ["'mode'", "'nope'", "'reduce-overhead'"]),
+        (["generate", "--option", "policy=nope"], ["'policy'", "'nope'", "'topk'"]),
         (["generate", "--dtype", "int8"], ["--dtype", "'int8'", "float32, bfloat16"]),
         (["generate", "--device", "tpu"], ["--device", "'tpu'", "auto, cpu, cuda"]),
         (["generate", "--model", "no-such-model"], ["'no-such-model'", "'smollm2'", ".gguf"]),

@@ -40,7 +40,7 @@ def mode_patches(mode: str | None) -> dict[str, Any]:
 
     allowed = list_mode_options()
     if mode not in allowed:
-        raise ValueError(f"sfi: mode is {mode!r}; allowed: {', '.join(map(repr, allowed))}")
+        raise ValueError(f"sfi: option 'mode' is {mode!r}; allowed: {', '.join(map(repr, allowed))}")
     return dict(list_mode_options(mode))
 
 

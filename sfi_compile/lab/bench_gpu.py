@@ -145,12 +145,12 @@ def _row(
         "peak_bytes": {way: one.peak_bytes for way, one in found.items()},
         "cache_bytes": {way: one.cache_bytes for way, one in found.items()},
         "profile": {way: one.profile for way, one in found.items()},
-        "memory_bytes": sfi.memory_bytes if sfi else 0,
-        "steps": {"slow": counted.slow_steps, "fast": counted.fast_steps} if counted else {},
-        "triggers": dict(counted.triggers) if counted else {},
+        "memory_bytes": sfi.memory_bytes if sfi else None,
+        "steps": {"slow": counted.slow_steps, "fast": counted.fast_steps} if counted else None,
+        "triggers": dict(counted.triggers) if counted else None,
         "support": counted.support if counted else None,
-        "sites": sfi.sites if sfi else 0,
-        "rejections": [rejection.as_dict() for rejection in counted.rejections] if counted else [],
+        "sites": sfi.sites if sfi else None,
+        "rejections": [rejection.as_dict() for rejection in counted.rejections] if counted else None,
     }
 
 

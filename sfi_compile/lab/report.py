@@ -188,11 +188,11 @@ def _show_bench_on_gpu(screen: Screen, result: Mapping[str, Any]) -> None:
                 shares.add_row(name, label, str(found["kernels"]), *(_number(found["ms"][g], ".3f") for g in groups))
         compiling = [_number(row["compile_s"].get(way), ".0f") for way in (*ways, "sfi")]
         cache = max(row["cache_bytes"].values(), default=0)
-        costs.add_row(name, *compiling, *(f"{size / 2**20:.0f}" for size in (row["memory_bytes"], cache)))
+        costs.add_row(name, *compiling, *(f"{(size or 0) / 2**20:.0f}" for size in (row["memory_bytes"], cache)))
     for table in (times, shares, costs):
         screen.out.print(table)
     for row in result["rows"]:
-        show_rejections(screen, row["rejections"])
+        show_rejections(screen, row["rejections"] or ())
 
 
 def _gain(slower: float | None, faster: float | None) -> str:

@@ -23,7 +23,7 @@ def read_prompt(path: str) -> str:
     """
     file = Path(path)
     if not file.is_file():
-        raise LabError(f"prompt file {path!r} does not exist")
+        raise LabError(f"prompt file {path!r} {'is no file' if file.exists() else 'does not exist'}")
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -86,6 +86,12 @@ def hidden(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: T
     return torch.ops.aten._scaled_dot_product_attention_math(q, keys, values, mask)[0]
 
 
+def functional(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Any:
+    """New caches are returned."""
+    keys, values = keys.index_copy(2, pos, k), values.index_copy(2, pos, v)
+    return (q @ keys.mT).masked_fill(torch.arange(N) > pos, -torch.inf).softmax(-1) @ values, keys, values
+
+
 def paged(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
     """Positions first, found in a table of blocks."""
     table = torch.arange(N) * 3 % N
@@ -261,6 +267,7 @@ CODES: list[tuple[str, Step, dict[str, int]]] = [
     ("unknown-attention", by_elements, {}),
     ("unknown-attention", hidden, {}),
     ("unknown-attention", paged, {}),
+    ("unknown-attention", functional, {}),
     ("rolling-window", rolled, {}),
     ("rolling-window", copied, {}),
     ("not-commutable", rewritten(key=lambda q, k, *_: k.roll(1, 2)), {}),
