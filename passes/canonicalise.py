@@ -74,12 +74,20 @@ class _Finder:
         self.queries: list[Any] = []
         self.open: set[fx.Node] = set()
         """Scores over a cache that go into a softmax, of which no product with values was seen."""
+        self.vmaps = 0
+        """How many of them a node is inside of."""
         self.unread: list[fx.Node] = []
         """Softmaxes that are not known to be part of attention."""
 
     def form(self, node: fx.Node) -> Form | None:
         """The canonical form of the attention whose decisive node is `node`, if it is one."""
         name = getattr(node.target, "__name__", "")
+        self.vmaps += {"_vmap_increment_nesting": 1, "_vmap_decrement_nesting": -1}.get(name, 0)
+        if self.vmaps and (links.is_softmax(node) or is_product(node)):
+            # Its values stand for one of many, and are none that a graph could be built from.
+            if links.is_softmax(node) and self._reads_cache(node):
+                raise Refusal("nested-graph", "attention is inside torch.vmap", "call attention outside")
+            return None
         if node.op == "call_function" and node.target in _SDPA:
             self._seen(node, node.args[0] if node.args else node.kwargs.get("query"))
             return self._sdpa(node)
@@ -99,6 +107,18 @@ class _Finder:
                 "nested-graph", f"attention is inside a graph of its own, of {name}", "call attention outside"
             )
         return None
+
+    def _reads_cache(self, node: fx.Node) -> bool:
+        """Whether a value depends on an input that this step writes, other than through attention seen before."""
+        frontier, seen = [node], {node}
+        while frontier:
+            current = frontier.pop()
+            if current.op == "placeholder" and self.flow.writes(current):
+                return True
+            more = [n for n in current.all_input_nodes if n not in seen and n not in self.results]
+            seen.update(more)
+            frontier += more
+        return False
 
     def _seen(self, result: fx.Node, queries: Any) -> None:
         self.results.add(result)
@@ -219,7 +239,9 @@ class _Finder:
             if names and given:
                 self._seen(output, source)
                 explanation = f"this step writes nothing into {', '.join(dict.fromkeys((*given[0], *names)))}"
-                raise Refusal("no-cache-write", explanation, "cross-attention stays dense")
+                raise Refusal(
+                    "no-cache-write", explanation, "nothing for cross-attention; else write into the cache in place"
+                )
 
     def _chain(self, softmax: fx.Node, path: list[fx.Node], output: fx.Node, values: Operand, contracted: str) -> Form:
         found = chains.read(softmax, path, output, self.flow)

@@ -44,7 +44,8 @@ def cache_read(node: fx.Node, what: str, attention: fx.Node, flow: DataFlow) -> 
     if found.blocked is not None and not _reaches_input(node, flow):
         return None
     if found.blocked is not None:
-        raise Refusal("not-commutable", f"{what}: {found.blocked.reason}", STATIC_HINT)
+        hint = "attend to the whole cache, under a mask" if "slices" in found.blocked.reason else STATIC_HINT
+        raise Refusal("not-commutable", f"{what}: {found.blocked.reason}", hint)
     if not found.leaves:
         return None
     rows = paths.path(node, 0, flow)
@@ -62,7 +63,7 @@ def cache_read(node: fx.Node, what: str, attention: fx.Node, flow: DataFlow) -> 
             constants[leaf.source] = None
     if not writes:
         names = ", ".join(leaf.source.name for leaf in found.leaves)
-        hint = "cross-attention stays dense" if constants else STATIC_HINT
+        hint = "nothing for cross-attention; else write into the cache in place" if constants else STATIC_HINT
         raise Refusal("no-cache-write", f"this step writes nothing into {names} ({what})", hint)
     if len({w.count for w in writes}) > 1:
         raise Refusal("cache-write", f"{what}: the caches are written at unequal numbers of positions", "write alike")

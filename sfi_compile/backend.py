@@ -47,8 +47,8 @@ def sfi(gm: fx.GraphModule, example_inputs: Sequence[Any], **settings: Any) -> C
         log.warning(
             "sfi: Dynamo compiles this function for the last time; with other sizes it will run without a compiler. "
             "Layers compiled one by one, and models of transformers compiled by model.compile, share one limit: use "
-            "sfi_compile.accelerate(model). Give every cache one length (max_cache_len), or raise "
-            "torch._dynamo.config.recompile_limit"
+            "sfi_compile.accelerate(model). Give every cache one length (max_cache_len), positions as tensors, "
+            "or raise torch._dynamo.config.recompile_limit"
         )
     survey = pipeline.run(pipeline.SURVEY, Work(config, gm))
     if survey.is_prompt:

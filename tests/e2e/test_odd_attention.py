@@ -125,6 +125,18 @@ def test_vmap_beside_attention() -> None:
     assert sfi_compile.stats().sites == 1
 
 
+def test_attention_inside_vmap() -> None:
+    def step(q, k, v, keys, values, pos, pad):  # type: ignore[no-untyped-def]
+        mask = write(k, v, keys, values, pos)
+
+        def attend(q, k, v):  # type: ignore[no-untyped-def]
+            return (q @ k.mT).masked_fill(~mask, -1e9).softmax(-1) @ v
+
+        return torch.vmap(attend)(q, keys, values)
+
+    assert compare(step, torch.zeros(1)) == ("nested-graph",)
+
+
 def test_written_out_in_a_graph_of_its_own() -> None:
     def attend(q, keys, values, mask):  # type: ignore[no-untyped-def]
         return (q @ keys.mT * DIM**-0.5).masked_fill(~mask, float("-inf")).softmax(-1) @ values

@@ -52,9 +52,9 @@ class Attention:
         return row.expand(self.q.shape[1], self.q.shape[2], self.k.shape[2])
 
     def allowed(self, b: int) -> Tensor:
-        """What the last query of a row may attend to: bool [N]."""
-        last = self.mask_of(b)[0, -1]
-        return last if last.dtype == torch.bool else last > BLOCKED
+        """What any query of a row may attend to: bool [N]."""
+        mask = self.mask_of(b)[0]
+        return (mask if mask.dtype == torch.bool else mask > BLOCKED).any(0)
 
     def clean(self) -> tuple[Tensor, Tensor]:
         """Keys and values without poison: what a slow row may read is unchanged, the rest is zero."""
