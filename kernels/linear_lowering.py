@@ -15,11 +15,7 @@ import torch
 
 from sfi_compile.compat import template as inductor
 from sfi_compile.kernels import linear_tiles, templating
-from sfi_compile.kernels.linear_tiles import LinearShape, LinearTile
-
-BLOCK_M = 16
-"""Rows of the input that a program holds: the fewest that tensor cores multiply."""
-MOST_WEIGHTS = 3
+from sfi_compile.kernels.linear_tiles import BLOCK_M, MOST_WEIGHTS, LinearShape, LinearTile
 
 
 def register() -> None:

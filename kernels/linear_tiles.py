@@ -10,6 +10,10 @@ from __future__ import annotations
 import dataclasses
 import math
 
+BLOCK_M = 16
+"""Rows of the input that a program holds: the fewest that tensor cores multiply."""
+MOST_WEIGHTS = 3
+"""Weights of one operator."""
 RESIDENT = 2
 """Programs that a multiprocessor holds."""
 SPREAD = 1.15

@@ -13,16 +13,14 @@ import torch
 from torch import Tensor
 
 from sfi_compile.compat import template as inductor
-from sfi_compile.kernels import dense_lowering, heuristics, linear_lowering, templating
+from sfi_compile.kernels import dense_decode, dense_lowering, heuristics, linear_lowering, templating
 from sfi_compile.kernels.heuristics import MemoryShape
 from sfi_compile.site import Rejection
 
 NEG_INF = float("-inf")
 OLDEST = (8, 0)
-WIDEST = 256
 MOST_ROWS = 1024
 _PLAIN = "none: plain torch is compiled"
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def supports(q: Tensor, mem_k: Tensor, mem_v: Tensor) -> Rejection | None:
@@ -42,13 +40,14 @@ def supports(q: Tensor, mem_k: Tensor, mem_v: Tensor) -> Rejection | None:
     if capability < OLDEST:
         found = f"compute capability {capability[0]}.{capability[1]}; allowed: 8.0 or later"
         return Rejection("kernel-device", "graph", found, _PLAIN)
-    if q.dtype not in _DTYPES or not q.dtype == mem_k.dtype == mem_v.dtype:
+    if q.dtype not in dense_decode.DTYPES or not q.dtype == mem_k.dtype == mem_v.dtype:
         found = f"queries, keys and values are {q.dtype}, {mem_k.dtype}, {mem_v.dtype}"
         found = f"{found}; allowed: one of bfloat16, float16, float32"
         return Rejection("kernel-dtype", "graph", found, "compute in one of those")
     widest = max(mem_k.shape[-1], mem_v.shape[-1])
-    if widest > WIDEST:
-        return Rejection("kernel-width", "graph", f"head dimension {widest}; allowed: up to {WIDEST}", _PLAIN)
+    if widest > dense_decode.MAX_DIM:
+        found = f"head dimension {widest}; allowed: up to {dense_decode.MAX_DIM}"
+        return Rejection("kernel-width", "graph", found, _PLAIN)
     itemsize = mem_k.dtype.itemsize
     batch, query_heads, queries, key_dim = q.shape
     _, kv_heads, slots, value_dim = mem_v.shape

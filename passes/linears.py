@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from sfi_compile.compat.dynamo import example
-from sfi_compile.kernels.linear_lowering import BLOCK_M, MOST_WEIGHTS
+from sfi_compile.kernels.linear_tiles import BLOCK_M, MOST_WEIGHTS
 from sfi_compile.passes.base import Builder
 from sfi_compile.passes.dataflow import DataFlow
 

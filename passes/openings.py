@@ -50,7 +50,8 @@ _MONOTONE = frozenset(
 
 def opens(mask: fx.Node, layout: str, heads: int, flow: DataFlow) -> fx.Node | None:
     """The node by which a mask may open, None if it cannot; `layout` and `heads` as of `axes.trace`."""
-    return _Reader(heads, flow).first(mask, layout)
+    reader = _Reader(heads, flow)
+    return reader.opening if reader.kind(mask, layout) == Kind.OPENING else None
 
 
 class _Reader:
@@ -58,9 +59,6 @@ class _Reader:
         self.heads, self.flow = heads, flow
         self.known: dict[tuple[fx.Node, str], Kind] = {}
         self.opening: fx.Node | None = None
-
-    def first(self, mask: fx.Node, layout: str) -> fx.Node | None:
-        return self.opening if self.kind(mask, layout) == Kind.OPENING else None
 
     def kind(self, node: fx.Node, layout: str) -> Kind:
         if (node, layout) not in self.known:
@@ -103,7 +101,7 @@ class _Reader:
             deciding = [kind for operand, kind in operands.items() if _is_bool(operand)]
             if any(kind >= Kind.MOVING for kind in deciding) and _blocks(node):
                 return self._open(node)
-            return max(highest, *deciding) if not _is_bool(node) else max(deciding, default=highest)
+            return highest
         varying = sum(kind >= Kind.MOVING for kind in operands.values())
         monotone = name in _MONOTONE and (name not in ("mul", "__mul__", "__rmul__") or varying == 1)
         return max(highest, Kind.ORDERED) if monotone else Kind.ODD

@@ -15,14 +15,11 @@ from torch import fx
 
 from sfi_compile.compat.dynamo import example, module_path
 from sfi_compile.passes.base import MOST_QUERIES, Refusal
-from sfi_compile.passes.dataflow import DataFlow, mutated_arguments
-from sfi_compile.passes.shapes import SAME, name_of
+from sfi_compile.passes.dataflow import DataFlow
+from sfi_compile.passes.shapes import name_of
 from sfi_compile.passes.writes import position_and_value
 from sfi_compile.site import Rejection, Site
 
-_VIEWS = frozenset(
-    "getitem view reshape permute transpose expand unsqueeze squeeze flatten unflatten narrow select mT".split()
-) | frozenset(SAME)
 _COPIES = ("index_copy", "index_put", "scatter", "slice_scatter", "select_scatter")
 
 
@@ -52,31 +49,32 @@ def _is_cache(root: fx.Node, flow: DataFlow) -> bool:
     value = example(root)
     if not isinstance(value, torch.Tensor) or value.dim() < 3 or isinstance(value, torch.nn.Parameter):
         return False
-    if any(name_of(user) in _COPIES and any(n.op == "output" for n in user.users) for user in root.users):
-        return True
-    for write in flow.writes(root):
-        into: Any = write.args[0]
-        for axis in range(example(into).dim()):
-            try:
-                first, count, _, _ = position_and_value(write, into, axis, "")
-            except Refusal:
-                continue
-            if isinstance(first, fx.Node) and count <= MOST_QUERIES:
-                return True
+    return bool(_copies(root)) or any(_moves(write) for write in flow.writes(root))
+
+
+def _copies(root: fx.Node) -> list[fx.Node]:
+    return [n for n in root.users if name_of(n) in _COPIES and any(user.op == "output" for user in n.users)]
+
+
+def _moves(write: fx.Node) -> bool:
+    """Whether a write is one of a few positions, which are no numbers of the graph."""
+    into: Any = write.args[0]
+    for axis in range(example(into).dim()):
+        try:
+            first, count, _, _ = position_and_value(write, into, axis, "")
+        except Refusal:
+            continue
+        if isinstance(first, fx.Node) and count <= MOST_QUERIES:
+            return True
     return False
 
 
 def _readers(root: fx.Node, flow: DataFlow) -> list[fx.Node]:
     """What computes something from a cache, past its views, in program order."""
-    found: list[fx.Node] = []
-    frontier, seen = [root], {root}
-    while frontier:
-        for user in frontier.pop().users:
-            if user in seen or user.op == "output":
-                continue
-            seen.add(user)
-            if name_of(user) in (*_VIEWS, *_COPIES) or user in flow.writes(root):
-                frontier.append(user)
-            elif not mutated_arguments(user):
-                found.append(user)
-    return sorted(found, key=flow.order.__getitem__)
+    own = {root, *_copies(root)}
+
+    def reads(node: fx.Node) -> bool:
+        apart = flow.origin(node) not in own and node.op != "output"
+        return apart and any(flow.origin(n) in own for n in node.all_input_nodes)
+
+    return [n for n in flow.nodes if reads(n)]

@@ -194,7 +194,8 @@ def bench(
         report.write_json(json, result)
         return
     from sfi_compile.lab import models
-    from sfi_compile.lab.bench import BenchSettings, parse_ways, run_bench
+    from sfi_compile.lab.bench import run_bench
+    from sfi_compile.lab.bench_settings import BenchSettings, parse_ways
 
     _set_threads(threads)
     shapes = tuple(name.strip() for name in shape.split(","))

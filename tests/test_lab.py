@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from sfi_compile.lab import bench, bench_gpu, decode, generate, models, plots, profile, report, shapes, texts
+from sfi_compile.lab import bench_gpu, bench_settings, decode, generate, models, plots, profile, report, shapes, texts
 from sfi_compile.lab.errors import LabError
 
 SENTENCES = "The committee met on Monday. It read the report, and it agreed. Nobody spoke against the plan; all voted. "
@@ -155,7 +155,7 @@ def test_contexts_of_a_bench_on_a_gpu_share_a_cache_and_what_is_compiled(monkeyp
     for name in ("reset_peak_memory_stats", "memory_allocated", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda device: 0)
     shape = shapes.Shape("llama", 1, 32, 4, 2, 8, 64, 100)
-    settings = bench.BenchSettings(("it",), (2,), (40, 24), 10, torch.float32, "cpu", {})
+    settings = bench_settings.BenchSettings(("it",), (2,), (40, 24), 10, torch.float32, "cpu", {})
     kept: list[list[dict[str, Any]]] = []
     said: list[str] = []
     bench_gpu.measure_on_gpu(shape, 2, settings, 1e9, said.append, lambda rows: kept.append(copy.deepcopy(rows)))
@@ -219,10 +219,10 @@ class TestNumbers:
             shapes.find_shape("qwen3-4b", 37)
 
     def test_what_to_compare_with(self) -> None:
-        assert bench.parse_ways("flash, dense") == ("dense", "flash", "sfi")
-        assert bench.parse_ways("none") == ("sfi",)
+        assert bench_settings.parse_ways("flash, dense") == ("dense", "flash", "sfi")
+        assert bench_settings.parse_ways("none") == ("sfi",)
         with pytest.raises(LabError, match="'fast'; allowed: dense, flash, kernel, or none"):
-            bench.parse_ways("dense,fast")
+            bench_settings.parse_ways("dense,fast")
 
     def test_kernels_are_grouped_by_name(self) -> None:
         groups = {

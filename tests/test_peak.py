@@ -19,12 +19,12 @@ def test_what_a_call_took(mebibytes: int) -> None:
     def take() -> None:
         torch.ones(mebibytes * MIB, dtype=torch.uint8)
 
-    found = [peak.peak_above(take, "cpu") for _ in range(2)]
+    found = [peak.peak_above(take) for _ in range(2)]
     assert all(size is not None and abs(size - mebibytes * MIB) < 4 * MIB for size in found)
 
 
 def test_a_system_that_does_not_tell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(peak, "_PROCESS", tmp_path / "none")
     called: list[int] = []
-    assert peak.peak_above(lambda: called.append(1), "cpu") is None
+    assert peak.peak_above(lambda: called.append(1)) is None
     assert called == [1], "what was to be measured must still happen"

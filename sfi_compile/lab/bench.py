@@ -6,7 +6,6 @@ Imports the package's public names, `compat.inductor` and the lab.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import math
 import platform
@@ -20,16 +19,13 @@ import torch
 
 import sfi_compile
 from sfi_compile.compat.inductor import fresh_cache
-from sfi_compile.lab.bench_gpu import BOUNDARY_SHARE, DENSE_WAYS, WAYS, measure_on_gpu
+from sfi_compile.lab.bench_gpu import measure_on_gpu
+from sfi_compile.lab.bench_settings import FORCED_SLOW_STEPS, WARM_STEPS, BenchSettings, tell
 from sfi_compile.lab.decode import Decoder, forget_graphs, interquartile_range, median, synchronize
 from sfi_compile.lab.errors import LabError
 from sfi_compile.lab.peak import peak_above, peak_rss
 from sfi_compile.lab.shapes import Shape, build, cache_bytes, filled_cache, find_shape, weight_bytes
 
-WARM_STEPS = 6
-"""Untimed steps before the measured ones: they compile both variants."""
-FORCED_SLOW_STEPS = 8
-"""Slow steps timed after the measured run, each from an invalid memory, so that their median means something."""
 PEAK_STEPS = 4
 """Steps at the end whose memory is measured: one slow, then fast ones."""
 DENSE_STEPS = 32
@@ -38,35 +34,6 @@ BLOCK = 8
 """SFI steps between two turns of the dense run."""
 COPY_BYTES = 1 << 28
 """Size of the buffer whose copy measures the memory bandwidth."""
-
-
-@dataclasses.dataclass(frozen=True)
-class BenchSettings:
-    """What to measure: every shape × batch × context."""
-
-    shapes: tuple[str, ...]
-    batches: tuple[int, ...]
-    contexts: tuple[int, ...]
-    new_tokens: int
-    dtype: torch.dtype
-    device: str
-    options: dict[str, Any]
-    seed: int = 0
-    step_tokens: int = 1
-    """New tokens a row in one step, 1 to 8, as when drafts are verified."""
-    layers: int | None = None
-    """Only so many layers of each shape, for a quick look."""
-    ways: tuple[str, ...] = WAYS
-    """On a GPU: what to measure."""
-
-
-def parse_ways(text: str) -> tuple[str, ...]:
-    """What a GPU bench measures, from `--against`. Raises LabError for an unknown one, with those allowed."""
-    names = [name.strip() for name in text.split(",")] if text != "none" else []
-    for name in names:
-        if name not in DENSE_WAYS:
-            raise LabError(f"--against {name!r}; allowed: {', '.join(DENSE_WAYS)}, or none")
-    return (*(way for way in DENSE_WAYS if way in names), "sfi")
 
 
 def run_bench(
@@ -91,9 +58,8 @@ def run_bench(
                 keep({"rows": rows} | about)
 
             torch.manual_seed(settings.seed)
-            tell = functools.partial(_tell, status, f"{name}, batch {batch}")
             measure = measure_on_gpu if settings.device.startswith("cuda") else _measure_all
-            measure(shape, batch, settings, bandwidth, tell, add)
+            measure(shape, batch, settings, bandwidth, functools.partial(tell, status, f"{name}, batch {batch}"), add)
     return {"rows": rows} | about
 
 
@@ -108,8 +74,11 @@ def _measure_all(
     rows: list[dict[str, Any]] = []
     for context in settings.contexts:
         torch.manual_seed(settings.seed)
-        tell = functools.partial(_tell, status, f"context {context}")
-        rows.append(_measure(shape, batch, context, settings, bandwidth, tell))
+        about = functools.partial(tell, status, f"context {context}")
+        rows.append(_measure(shape, batch, context, settings, bandwidth, about))
+        # Measuring single steps makes the system forget the peak before.
+        peaks = [row["peak_rss_bytes"] for row in rows if row["peak_rss_bytes"] is not None]
+        rows[-1]["peak_rss_bytes"] = max(peaks, default=None)
         keep(rows)
 
 
@@ -131,10 +100,7 @@ def _measure(
     # Each run has a cache of its own: steps of the other would break the continuity that a memory is checked for.
     forget_graphs()
     dense = Decoder(model, copy.deepcopy(cache), "inductor")
-    boundaries = tuple(range(0, shape.vocab, BOUNDARY_SHARE))
-    # min_context=0: a fast step is to be measured also where the default would rather stay dense.
-    options = {"boundary_token_ids": boundaries, "min_context": 0, **settings.options}
-    sparse = Decoder(model, cache, "sfi", options)
+    sparse = Decoder(model, cache, "sfi", settings.backend_options(shape.vocab))
     for name_of_run, run in (("dense", dense), ("sfi", sparse)):
         status(f"{name_of_run}: compiling")
         with fresh_cache():
@@ -163,7 +129,7 @@ def _measure(
         raise LabError(f"batch {batch}, context {context}: no fast step was timed ({'; '.join(reasons)})")
     timed = {kind: decoder.timed(kind) for kind, decoder in (("dense", dense), ("slow", sparse), ("fast", sparse))}
     so_far = peak_rss()  # before it is reset to measure single steps
-    peaks = _peaks(dense, sparse, tokens[forced.stop :], settings.device)
+    peaks = _peaks(dense, sparse, tokens[forced.stop :])
     natural = [s.seconds for s in sparse.steps[WARM_STEPS : WARM_STEPS + settings.new_tokens] if not s.compiled]
     itemsize = torch.empty(0, dtype=settings.dtype).element_size()
     read = weight_bytes(model, shape) + shape.support_bytes(batch, counted.support or 0.0, itemsize)
@@ -181,10 +147,7 @@ def _measure(
         "step_peak_bytes": peaks,
         "peak_rss_bytes": so_far,
         "steps": {kind: len(seconds) for kind, seconds in timed.items()},
-        "processor_share": {
-            run: decoder.processor_share() if settings.device == "cpu" else None
-            for run, decoder in (("dense", dense), ("sfi", sparse))
-        },
+        "processor_share": {"dense": dense.processor_share(), "sfi": sparse.processor_share()},
         "triggers": dict(counted.triggers),
         "support": counted.support,
         "sites": sparse.sites(),
@@ -192,13 +155,13 @@ def _measure(
     }
 
 
-def _peaks(dense: Decoder, sparse: Decoder, tokens: torch.Tensor, device: str) -> dict[str, int | None]:
+def _peaks(dense: Decoder, sparse: Decoder, tokens: torch.Tensor) -> dict[str, int | None]:
     """Bytes by which one step of each kind exceeds what was held before it; the largest of a few steps."""
     largest: dict[str, int | None] = {}
     sfi_compile.reset()
     for token in tokens:
         for run in (dense, sparse):
-            peak = peak_above(functools.partial(run.step, token), device)
+            peak = peak_above(functools.partial(run.step, token))
             kind = run.steps[-1].kind
             largest[kind] = None if peak is None else max(peak, largest.get(kind) or 0)
     return largest
@@ -229,10 +192,6 @@ def versions() -> dict[str, str | None]:
     processor = platform.processor() or platform.machine()
     found["processor"] = torch.cuda.get_device_name() if torch.cuda.is_available() else processor
     return found
-
-
-def _tell(status: Callable[[str], None], row: str, text: str) -> None:
-    status(f"{row}, {text}")
 
 
 def _ms(seconds: float | None) -> float | None:

@@ -11,30 +11,22 @@ import dataclasses
 import functools
 import statistics
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 
 import sfi_compile
 from sfi_compile.compat.inductor import fresh_cache
+from sfi_compile.lab.bench_settings import DENSE_WAYS, FORCED_SLOW_STEPS, WARM_STEPS, BenchSettings, tell
 from sfi_compile.lab.best_dense import kernel_backend, use_flash
 from sfi_compile.lab.decode import Decoder, Step, forget_graphs, median
 from sfi_compile.lab.profile import kernels_of
+from sfi_compile.lab.report import number
 from sfi_compile.lab.shapes import Shape, build, cache_bytes, filled_cache, rewind, weight_bytes
 
-if TYPE_CHECKING:
-    from sfi_compile.lab.bench import BenchSettings
-
-BOUNDARY_SHARE = 20
-"""One token id in so many is a boundary; tokens are drawn uniformly, so sentences last this long on average."""
-WARM_STEPS = 6
-"""Untimed steps before the measured ones: they compile, warm up and record CUDA graphs."""
 DENSE_STEPS = 16
-FORCED_SLOW_STEPS = 8
 PROFILED_STEPS = 4
-DENSE_WAYS = ("dense", "flash", "kernel")
-WAYS = (*DENSE_WAYS, "sfi")
 PER_CONTEXT = ("dense", "flash")
 """Ways whose graph depends on the context."""
 MODE = "reduce-overhead"
@@ -49,14 +41,14 @@ class Found:
     """Median by kind of step: dense, or slow and fast."""
     natural: list[float]
     """All measured steps as they came, ms."""
-    compile_s: float | None
-    """None: compiled for another context before."""
     profile: dict[str, dict[str, Any]]
     """By kind of step, of `lab.profile.kernels_of`."""
     stats: sfi_compile.Stats | None
     """Counters of the measured steps."""
     peak_bytes: int = 0
     """Most that was allocated at once beside model and cache."""
+    compile_s: float | None = None
+    """None: compiled for another context before."""
     sites: int = 0
     memory_bytes: int = 0
     cache_bytes: int = 0
@@ -90,28 +82,24 @@ def measure_on_gpu(
     for way in settings.ways:
         decoder = None
         for context in contexts:
-            tell = functools.partial(_tell, status, f"{way}, context {context}")
-            own = cache
-            if decoder is None or way in PER_CONTEXT:
+            about = functools.partial(tell, status, f"{way}, context {context}")
+            own, compiles = cache, decoder is None or way in PER_CONTEXT
+            if decoder is None or compiles:
                 forget_graphs()
                 decoder = None
                 if way == "dense" and context < contexts[-1]:
                     own = filled_cache(model, shape, batch, context, context + steps * width)
-                decoder = _decoder(way, model, own, context, shape.vocab, settings.options)
-                empty: AbstractContextManager[None] = fresh_cache()
-            else:
-                empty = nullcontext()
+                decoder = _decoder(way, model, own, context, settings.backend_options(shape.vocab))
             rewind(own, context)
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(settings.device)
             held = torch.cuda.memory_allocated(settings.device)
-            with empty:
-                one = found[context][way] = _run(way, decoder, tokens, settings.new_tokens, tell)
-            if isinstance(empty, nullcontext):
-                one.compile_s = None
+            with fresh_cache() if compiles else nullcontext():
+                one = found[context][way] = _run(way, decoder, tokens, settings.new_tokens, about)
+            one.compile_s = decoder.compile_seconds() if compiles else None
             one.peak_bytes = torch.cuda.max_memory_allocated(settings.device) - held
             one.sites, one.memory_bytes, one.cache_bytes = decoder.sites(), decoder.memory_bytes(), cache_bytes(own)
-            tell(", ".join(f"{kind} {_number(ms)} ms" for kind, ms in one.ms.items()))
+            about(", ".join(f"{kind} {number(ms, '.4g')} ms" for kind, ms in one.ms.items()))
             keep([_row(shape, batch, c, settings, bandwidth, weights, found[c]) for c in contexts])
         if way == "flash":
             model.set_attn_implementation("sdpa")
@@ -154,7 +142,7 @@ def _row(
     }
 
 
-def _decoder(way: str, model: Any, cache: Any, context: int, vocabulary: int, options: dict[str, Any]) -> Decoder:
+def _decoder(way: str, model: Any, cache: Any, context: int, options: dict[str, Any]) -> Decoder:
     if way == "dense":
         return Decoder(model, cache, "inductor", mode=MODE)
     if way == "flash":
@@ -162,10 +150,7 @@ def _decoder(way: str, model: Any, cache: Any, context: int, vocabulary: int, op
         return Decoder(model, cache, "inductor", mode=MODE)
     if way == "kernel":
         return Decoder(model, cache, kernel_backend(MODE))
-    # min_context=0: a fast step is to be measured also where the default would rather stay dense.
-    boundaries = tuple(range(0, vocabulary, BOUNDARY_SHARE))
-    options = {"boundary_token_ids": boundaries, "min_context": 0, "mode": MODE, **options}
-    return Decoder(model, cache, "sfi", options)
+    return Decoder(model, cache, "sfi", {"mode": MODE, **options})
 
 
 def _run(way: str, decoder: Decoder, tokens: torch.Tensor, new_tokens: int, status: Callable[[str], None]) -> Found:
@@ -179,8 +164,8 @@ def _run(way: str, decoder: Decoder, tokens: torch.Tensor, new_tokens: int, stat
         step()
 
     status("warming up")
-    for number in range(WARM_STEPS):
-        if way == "sfi" and number in (2, 4):
+    for i in range(WARM_STEPS):
+        if way == "sfi" and i in (2, 4):
             slow_step()  # both variants, each often enough to be recorded
         else:
             step()
@@ -201,7 +186,7 @@ def _run(way: str, decoder: Decoder, tokens: torch.Tensor, new_tokens: int, stat
         ms = {"slow": _ms(decoder.steps[forced:]), "fast": _ms([s for s in natural if s.kind == "fast"])}
         # After a refresh come fast steps: no boundary counts before the smallest gap.
         profile = {"slow": kernels_of(slow_step, PROFILED_STEPS), "fast": kernels_of(step, PROFILED_STEPS)}
-    return Found(ms, [1e3 * s.seconds for s in natural], decoder.compile_seconds(), profile, stats)
+    return Found(ms, [1e3 * s.seconds for s in natural], profile, stats)
 
 
 def _ms(steps: list[Step]) -> float | None:
@@ -211,11 +196,3 @@ def _ms(steps: list[Step]) -> float | None:
 
 def _round(value: float | None) -> float | None:
     return None if value is None else round(value, 4)
-
-
-def _number(ms: float | None) -> str:
-    return "–" if ms is None else f"{ms:.4g}"
-
-
-def _tell(status: Callable[[str], None], what: str, text: str) -> None:
-    status(f"{what}: {text}")

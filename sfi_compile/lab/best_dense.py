@@ -17,13 +17,9 @@ from sfi_compile.config import Config
 from sfi_compile.lab.errors import LabError
 from sfi_compile.passes import pipeline
 from sfi_compile.passes.base import Work
-from sfi_compile.passes.commute_gather import CommuteGather
 from sfi_compile.passes.insert_guards import InsertGuards
-from sfi_compile.passes.lower import Lower
-from sfi_compile.passes.unswitch import Unswitch
-from sfi_compile.passes.verify import Verify
 
-_PASSES = (InsertGuards(refresh=False), CommuteGather(), Unswitch(), Verify(), Lower())
+_PASSES = tuple(InsertGuards(refresh=False) if isinstance(p, InsertGuards) else p for p in pipeline.REWRITE)
 
 
 def kernel_backend(mode: str | None) -> Callable[..., Any]:

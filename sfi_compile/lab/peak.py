@@ -1,4 +1,4 @@
-"""Memory of this process: its peak, and how far one call lifts it above what was held before. Imports torch only."""
+"""Memory of this process: its peak, and how far one call lifts it above what was held. Imports nothing of ours."""
 
 from __future__ import annotations
 
@@ -8,24 +8,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 _PROCESS = Path("/proc/self")
 
 
-def peak_above(call: Callable[[], object], device: str) -> int | None:
-    """Bytes between the memory held before `call` and the most held during it.
+def peak_above(call: Callable[[], object]) -> int | None:
+    """Bytes between the resident memory held before `call` and the most held during it.
 
-    On a GPU, memory of torch's allocator. On a CPU, resident memory, which only Linux lets a process measure like this;
-    None elsewhere. Freed memory is given back first, so that what the call takes is seen to be taken.
+    Only Linux lets a process measure that; None elsewhere. Freed memory is given back first, so that what the call
+    takes is seen to be taken.
     """
-    if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        call()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
     try:
         trim = ctypes.CDLL(None).malloc_trim
         trim(0)

@@ -123,7 +123,7 @@ def show_generate(screen: Screen, result: Mapping[str, Any]) -> None:
     facts.add_row("fast steps", str(steps["fast"]))
     facts.add_row("triggers", ", ".join(f"{reason} {count}" for reason, count in triggers.items()))
     share = _share(result["retention"])
-    facts.add_row("support per KV head", f"{_number(result['support'], '.0f')} tokens, {share} of the context")
+    facts.add_row("support per KV head", f"{number(result['support'], '.0f')} tokens, {share} of the context")
     facts.add_row("sites rewritten / rejected", f"{result['sites']} / {len(result['rejections'])}")
     facts.add_row("memory", f"{result['memory_bytes'] / 2**20:.1f} MiB")
     facts.add_row(
@@ -136,7 +136,7 @@ def show_generate(screen: Screen, result: Mapping[str, Any]) -> None:
     for name, kind in (("dense", "dense"), ("sfi", "slow")):
         fast = step["fast"] if name == "sfi" else None
         compiling = f"{result['compile_s'][name]:.1f}"
-        times.add_row(name, _number(speed[name], ".1f"), _number(step[kind]), _number(fast), compiling)
+        times.add_row(name, number(speed[name], ".1f"), number(step[kind]), number(fast), compiling)
     screen.out.print(times)
     _warn_if_busy(screen, result["processor_share"].values())
     if not steps["fast"]:
@@ -156,9 +156,9 @@ def show_bench(screen: Screen, result: Mapping[str, Any]) -> None:
     )
     for row in result["rows"]:
         name = f"{row['shape']} {row['batch']}×{row['context']}"
-        timed = [f"{_number(row[f'{k}_ms'], '.3g')} ±{_number(row['spread'][k], '.2g')}" for k in kinds]
+        timed = [f"{number(row[f'{k}_ms'], '.3g')} ±{number(row['spread'][k], '.2g')}" for k in kinds]
         gain = row["dense_ms"] / row["mean_ms"] if row["dense_ms"] and row["mean_ms"] else None
-        others = [_number(row[key], ".3g") for key in ("mean_ms", "floor_ms")]
+        others = [number(row[key], ".3g") for key in ("mean_ms", "floor_ms")]
         times.add_row(name, *timed, *others, "–" if gain is None else f"{gain:.1f}×")
         compiling = [f"{row['compile_s'][run]:.0f}" for run in ("dense", "sfi")]
         sizes = [f"{row[key] / 2**20:.1f}" for key in ("memory_bytes", "cache_bytes")]
@@ -181,12 +181,12 @@ def _show_bench_on_gpu(screen: Screen, result: Mapping[str, Any]) -> None:
         name = f"{row['shape']} {row['batch']}×{row['context']}"
         best = min((row[f"{way}_ms"] for way in ways[1:] if row[f"{way}_ms"]), default=None)
         gains = [_gain(row["dense_ms"], row["mean_ms"]), _gain(best, row["mean_ms"])]
-        times.add_row(name, *(_number(row[f"{key}_ms"], ".4g") for key in (*ways, *kinds, "floor")), *gains)
+        times.add_row(name, *(number(row[f"{key}_ms"], ".4g") for key in (*ways, *kinds, "floor")), *gains)
         for way, steps in row["profile"].items():
             for kind, found in steps.items():
                 label = kind if way == "sfi" else way
-                shares.add_row(name, label, str(found["kernels"]), *(_number(found["ms"][g], ".3f") for g in groups))
-        compiling = [_number(row["compile_s"].get(way), ".0f") for way in (*ways, "sfi")]
+                shares.add_row(name, label, str(found["kernels"]), *(number(found["ms"][g], ".3f") for g in groups))
+        compiling = [number(row["compile_s"].get(way), ".0f") for way in (*ways, "sfi")]
         cache = max(row["cache_bytes"].values(), default=0)
         costs.add_row(name, *compiling, *(f"{(size or 0) / 2**20:.0f}" for size in (row["memory_bytes"], cache)))
     for table in (times, shares, costs):
@@ -265,7 +265,8 @@ def _table(title: str | None, *columns: str) -> Table:
     return table
 
 
-def _number(value: float | None, form: str = ".2f") -> str:
+def number(value: float | None, form: str = ".2f") -> str:
+    """A number as shown; a dash for what was not measured."""
     return "–" if value is None else format(value, form)
 
 

@@ -141,4 +141,5 @@ def scores_of(policy: Policy, evidence: Evidence) -> Tensor:
     heads, size = evidence.keys.shape[:2]
     if found.shape != (heads, size):
         raise ValueError(f"policy {policy.name!r} gave scores of shape {tuple(found.shape)}; allowed: {(heads, size)}")
-    return torch.where(evidence.candidates & ~found.isnan(), found, -torch.inf)
+    numbers = found.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    return torch.where(evidence.candidates, numbers, -torch.inf)

@@ -315,7 +315,7 @@ ELSEWHERE = {
     "graph-break": "tests/e2e/test_rejections.py",
     "context-work": "tests/e2e/test_rejections.py",
     "symbolic-tokens": "tests/e2e/test_rejections.py",
-    "mask-opens": "here, test_masks_that_open",
+    "mask-opens": "tests/passes/test_openings.py",
     "rows": "tests/passes/test_chains.py",
     "weights-used": "tests/passes/test_chains.py",
     "kernel-fill": "tests/passes/test_lower.py",
@@ -336,42 +336,6 @@ def test_reasons_to_stay_dense(code: str, function: Step, sizes: dict[str, int])
 
 def test_every_code_is_produced_by_a_test() -> None:
     assert {code for code, _, _ in CODES} | set(ELSEWHERE) == all_codes()
-
-
-def opening(make: Callable[[Tensor, Tensor], Tensor]) -> Step:
-    """The usual mask, and another one of token and position."""
-    return rewritten(attn_mask=lambda q, k, v, mask, pos: mask & make(torch.arange(N), pos[:, None])[None, None])
-
-
-OPENING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "strided": lambda j, p: (p - j) % 3 == 0,
-    "strided, or near": lambda j, p: ((p - j).remainder(3) == 0) | (j > p - 4),
-    "sequences side by side": lambda j, p: j % 2 == p % 2,
-    "at every other step": lambda j, p: (p % 2 == 0) | (j > p - 4),
-    "by where": lambda j, p: torch.where((p - j) % 3 == 0, True, False),
-    "by a distance": lambda j, p: (p - j) != 2,
-    "by order of what is periodic": lambda j, p: (p - j) % 3 < 1,
-}
-CLOSING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "a window": lambda j, p: j > p - 4,
-    "a window, as a distance": lambda j, p: (p - j).abs() < 4,
-    "chunks": lambda j, p: j // 4 >= p // 4,
-    "a prefix": lambda j, p: (j <= p) | (j < 3),
-    "parity of tokens": lambda j, p: (j % 2 == 0) & (j <= p),
-    "a window with sinks": lambda j, p: (j > p - 4) | (j == 0),
-    "as a number": lambda j, p: (p - j).clamp(min=0) * 0.5 < 2.0,
-    "from a position on": lambda j, p: (p >= 0) & (j <= p),
-}
-
-
-@pytest.mark.parametrize("name", OPENING)
-def test_masks_that_open(name: str) -> None:
-    assert codes(opening(OPENING[name]), *operands(size=N)) == (0, ["mask-opens"])
-
-
-@pytest.mark.parametrize("name", CLOSING)
-def test_masks_that_close(name: str) -> None:
-    assert codes(opening(CLOSING[name]), *operands(size=N)) == (1, [])
 
 
 ACCEPTED: dict[str, Step] = {

@@ -238,7 +238,8 @@ def _reducing(use: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Callabl
 
 
 def test_what_queries_need_of_the_mask_is_the_models_own_work() -> None:
-    compiled(record(_reducing(lambda q, mask: (q * mask.sum(), mask)), *operands()).module, "verify")
+    work = compiled(record(_reducing(lambda q, mask: (q * mask.sum(), mask)), *operands()).module, "verify")
+    assert len(work.matched.sites) == 1
 
 
 def test_a_mask_that_is_reduced_has_an_error_of_its_own() -> None:
@@ -256,7 +257,8 @@ def test_dense_attention_before_it_works_on_its_own_context() -> None:
         out = SDPA(q, keys.roll(1, 2), values, attn_mask=mask)
         return SDPA(out, keys, values, attn_mask=mask)
 
-    compiled(record(function, *operands()).module, "verify")
+    work = compiled(record(function, *operands()).module, "verify")
+    assert (len(work.matched.sites), len(work.matched.rejections)) == (1, 1)
 
 
 def test_a_running_count_over_an_input_may_stay() -> None:
