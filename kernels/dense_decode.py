@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -191,7 +192,7 @@ def dense_decode(
     columns = q if sinks is None else sinks.expand(batch, heads, queries, -1)
     planned = plan(
         tuple(q.shape), tuple(k.shape), value_dim, q.element_size(), multiprocessors(q.device), scale, softcap,
-        by_row(mask.stride()), mask.dtype == torch.bool, 0 if sinks is None else columns.shape[-1], fill, tile,
+        by_row(mask.shape, mask.stride()), mask.dtype == torch.bool, 0 if sinks is None else columns.shape[-1], fill, tile,
     )  # fmt: skip
     slow_rows, extent = slow_rows.contiguous(), extent.contiguous()
     wide: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
@@ -213,9 +214,9 @@ def dense_decode(
     return out, logits, lse, log_norm
 
 
-def by_row(strides: tuple[int, ...]) -> bool:
-    """Whether an expanded mask [B, Hq, Q, N] differs between heads or queries."""
-    return strides[1] != 0 or strides[2] != 0
+def by_row(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether an expanded mask [B, Hq, Q, N] differs between heads or queries; an axis of one keeps any stride."""
+    return any(shape[axis] > 1 and strides[axis] != 0 for axis in (1, 2))
 
 
 def check(q: torch.dtype, k: torch.dtype, v: torch.dtype, key_dim: int, value_dim: int) -> None:

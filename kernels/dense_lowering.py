@@ -60,7 +60,8 @@ def lower_dense_decode(
         beside = [inductor.realised(inductor.expanded(sinks, whole))]
     planned = dense_decode.plan(
         (batch, heads, queries, key_dim), (batch, kv_heads, size, key_dim), value_dim, dtype.itemsize,
-        inductor.processors(device), scale, softcap, dense_decode.by_row(inductor.strides_of(mask)),
+        inductor.processors(device), scale, softcap,
+        dense_decode.by_row(inductor.shape_of(mask), inductor.strides_of(mask)),
         inductor.dtype_of(mask) == torch.bool, columns, fill,
     )  # fmt: skip
     rows = planned.common["rows"]

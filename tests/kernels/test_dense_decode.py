@@ -237,6 +237,16 @@ def test_any_strides() -> None:
     check(dataclasses.replace(case, q=q, k=k, v=wide[..., 3:35:2], mask=case.mask.expand(2, 8, 2, 50)))
 
 
+def test_a_mask_by_token_is_read_once() -> None:
+    by_token = torch.ones(1, 1, 1, 50, dtype=torch.bool)
+    for queries in (1, 2):
+        mask = by_token.expand(2, 4, queries, 50)
+        assert not dense_decode.by_row(mask.shape, mask.stride())
+    for shape in ((1, 4, 1, 50), (1, 1, 2, 50)):
+        mask = torch.ones(shape, dtype=torch.bool).expand(2, 4, shape[2], 50)
+        assert dense_decode.by_row(mask.shape, mask.stride())
+
+
 def test_the_tiles_of_use() -> None:
     check(site(2, size=70, key_dim=64, value_dim=96, lengths=(70, 64)), None)
     check(site(1, size=70, key_dim=192, dtype=torch.float32), None)
@@ -250,7 +260,7 @@ def ran_as_templates(case: Site) -> tuple[Tensor, ...]:
     columns = {} if sinks is None else {"SINKS": sinks.expand(batch, heads, queries, -1)}
     planned = dense_decode.plan(
         tuple(q.shape), tuple(k.shape), v.shape[-1], q.element_size(), 4, scale, softcap,
-        dense_decode.by_row(mask.stride()), True, 0 if sinks is None else sinks.shape[-1], tile=SMALL,
+        dense_decode.by_row(mask.shape, mask.stride()), True, 0 if sinks is None else sinks.shape[-1], tile=SMALL,
     )  # fmt: skip
     rows, kv_heads, size = planned.common["rows"], k.shape[1], k.shape[2]
     with poisoned_empty():
