@@ -192,7 +192,8 @@ def dense_decode(
     columns = q if sinks is None else sinks.expand(batch, heads, queries, -1)
     planned = plan(
         tuple(q.shape), tuple(k.shape), value_dim, q.element_size(), multiprocessors(q.device), scale, softcap,
-        by_row(mask.shape, mask.stride()), mask.dtype == torch.bool, 0 if sinks is None else columns.shape[-1], fill, tile,
+        by_row(mask.shape, mask.stride()), mask.dtype == torch.bool, 0 if sinks is None else columns.shape[-1],
+        fill, tile,
     )  # fmt: skip
     slow_rows, extent = slow_rows.contiguous(), extent.contiguous()
     wide: dict[str, Any] = {"dtype": torch.float32, "device": q.device}

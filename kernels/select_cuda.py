@@ -1,4 +1,4 @@
-"""The selector on CUDA: all rows and KV heads in seven launches, for `sfi::select`.
+"""The selector on CUDA: all rows and KV heads of several sites in eight launches, for `sfi::select`.
 
 The formulas are `selector.py`'s, in float32 and in logs. Nothing is read on the host, so that CUDA graphs can hold it;
 rows that do not refresh cost empty programs, and work grows with what may be attended to, not with what is allocated.
@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from sfi_compile.config import SelectorSpec
+from sfi_compile.kernels import addresses
 from sfi_compile.kernels.heuristics import power_of_two
 
 BINS = 256
@@ -49,7 +51,7 @@ class Tiles:
     """Warps of such a program."""
     listed: int = 4096
     """Keys of a list that are looked at together."""
-    listed_warps: int = 16
+    listed_warps: int = 8
     """Warps of such a program."""
     written: int = 256
     """Positions that are written together."""
@@ -64,9 +66,9 @@ def sample_rank(k: int) -> int:
 
 
 def select_rows(
-    logits: Tensor,
-    lse: Tensor,
-    log_norm: Tensor,
+    logits: Sequence[Tensor],
+    lse: Sequence[Tensor],
+    log_norm: Sequence[Tensor],
     slow_rows: Tensor,
     status: Tensor,
     extent: Tensor,
@@ -76,14 +78,15 @@ def select_rows(
 ) -> Tensor:
     """Evidence → selection, for the slow rows that are ready for a memory.
 
-    B rows, H KV heads, R evidence rows (query heads of a group times queries), N positions allocated. Whatever belongs
-    to rows that do not refresh, or lies past a row's extent, may be anything.
+    L sites of the same shapes and under the same mask, B rows, H KV heads, R evidence rows (query heads of a group
+    times queries), N positions allocated. Whatever belongs to rows that do not refresh, or lies past a row's extent,
+    may be anything.
 
     Args:
-        logits: float32 [B, H, R, N], last stride 1; -inf where masked.
-        lse: float32 [B, H, R], log-sum-exp of each row of logits (without sinks); -inf for a query that may attend to
-            nothing: it prefers no token.
-        log_norm: float32 [B, H, N], `log(max(‖k‖, 1e-6))`; may be anything off the candidates.
+        logits: of each site, float32 [B, H, R, N], last stride 1; -inf where masked.
+        lse: of each site, contiguous float32 [B, H, R], log-sum-exp of each row of logits (without sinks); -inf for a
+            query that may attend to nothing: it prefers no token.
+        log_norm: of each site, contiguous float32 [B, H, N], `log(max(‖k‖, 1e-6))`; may be anything off the candidates.
         slow_rows: bool [B].
         status: int64 [B] of `RowStatus`.
         extent: int64 [B, 3], of `sfi::frame`; the second is one past the last position that may be attended to.
@@ -92,23 +95,24 @@ def select_rows(
         tiles: how to cut up the work.
 
     Returns:
-        int64 [B, H, min(k_head, N)], ascending; ties go to the lower position; -1 for unused slots, which come last,
+        int64 [L, B, H, min(k_head, N)], ascending; ties go to the lower position; -1 for unused slots, which come last,
         and in rows that do not refresh. Candidates whose evidence is zero with every query rank last.
 
     Raises:
         ImportError: triton is missing.
-        ValueError: the last stride of the logits is not 1.
+        ValueError: the last stride of the logits is not 1, or sites differ in strides.
     """
     from sfi_compile.kernels import triton_scores as scores
     from sfi_compile.kernels import triton_top_k as top_k
 
-    if logits.stride(-1) != 1:
-        raise ValueError(f"logits have strides {logits.stride()}; allowed: a last one of 1")
-    lse, log_norm, log_position = lse.contiguous(), log_norm.contiguous(), log_position.contiguous()
-    extent = extent.contiguous()
-    batch, heads, rows, size = logits.shape
+    strides = {x.stride() for x in logits}
+    if len(strides) > 1 or logits[0].stride(-1) != 1:
+        raise ValueError(f"logits have strides {strides}; allowed: the same at all sites, with a last one of 1")
+    log_position, extent = log_position.contiguous(), extent.contiguous()
+    sites, (batch, heads, rows, size) = len(logits), logits[0].shape
+    every = sites * batch
     k = min(spec.k_head, size)
-    device = logits.device
+    device = logits[0].device
     chunks, pieces = -(-size // tiles.evidence), -(-size // tiles.choose)
     # By how far a neighbour suppresses, and how positions and heads are tiled for it.
     radius = min(spec.nms_window // 2, size - 1) if spec.nms_alpha else 0
@@ -116,67 +120,73 @@ def select_rows(
     block = max(tiles.refine // block_h, tiles.refine_least)
     narrow = 4 * radius <= block
     stretches = -(-size // (block - 2 * radius if narrow else block))
-    # Arrays of [B, H, N] serve in turn: the mean, then the list's keys; the keys; scores, then the list's positions.
-    mean, refined = torch.empty(2, batch, heads, size, dtype=torch.float32, device=device)
+    # Arrays of [L * B, H, N] serve in turn: the mean, then the keys of the list; the keys; scores, then its positions.
+    mean, refined = torch.empty(2, every, heads, size, dtype=torch.float32, device=device)
     staged = heads * block + block_h * block // 4
-    log_s = torch.empty(batch, stretches, staged, dtype=torch.float32, device=device)
+    log_s = torch.empty(every, stretches, staged, dtype=torch.float32, device=device)
     keys, list_key, list_at = (x.view(torch.int32) for x in (refined, mean, log_s))
-    partials = torch.empty(batch, heads, chunks, PARTIALS, dtype=torch.float32, device=device)
-    weights = torch.empty(batch, 2, heads, dtype=torch.float32, device=device)
-    lengths = [batch * heads * n for n in (BINS, 1, 2, 2 * pieces, 2 * pieces)]
+    partials = torch.empty(every, heads, chunks, PARTIALS, dtype=torch.float32, device=device)
+    weights = torch.empty(every, 2, heads, dtype=torch.float32, device=device)
+    lengths = [every * heads * n for n in (BINS, 1, 2, 2 * pieces, 2 * pieces)]
     counted = torch.empty(sum(lengths), dtype=torch.int32, device=device)
     bins, listed, cut, segments, before = torch.split(counted, lengths)
-    selected = torch.empty(batch, heads, k, dtype=torch.int64, device=device)
+    selected = torch.empty(sites, batch, heads, k, dtype=torch.int64, device=device)
     which = (slow_rows, status, extent)
     arithmetic = {"heads": heads, "fast": device.type != "cpu"}
 
     norm_scale = spec.norm_weight * spec.norm_gamma
-    scores.evidence[chunks, heads, batch](
-        logits, lse, log_norm, log_position, *which, mean, partials, bins, listed,
-        size, chunks, *logits.stride()[:3], norm_scale, spec.alpha, 1.0 / (spec.alpha or 1.0),
+    inputs = addresses.table([*logits, *lse, *log_norm])
+    sizes = (batch, sites, size)
+    scores.evidence[chunks, heads, every](
+        inputs.addresses, log_position, *which, mean, partials, bins, listed,
+        *sizes, chunks, *logits[0].stride()[:3], norm_scale, spec.alpha, 1.0 / (spec.alpha or 1.0),
         rows=rows, block_r=min(power_of_two(rows), tiles.evidence_rows), block=tiles.evidence,
-        geometric=spec.alpha == 0, n_bins=BINS, **arithmetic, num_warps=tiles.evidence_warps,
+        geometric=spec.alpha == 0, n_bins=BINS, aligned=inputs.aligned, **arithmetic, num_warps=tiles.evidence_warps,
     )  # fmt: skip
     clip = spec.lambda_clip if rows == 1 else spec.lambda_clip_multi
-    scores.weigh[heads, batch](
-        partials, *which, weights, chunks, heads, clip, chunk=tiles.evidence, block_c=tiles.merged, num_warps=1
+    scores.weigh[heads, every](
+        partials, *which, weights, batch, chunks, heads, clip, chunk=tiles.evidence, block_c=tiles.merged, num_warps=1
     )
-    fusing = (mean, log_norm, log_position, weights, *which)
+    fusing = (mean, inputs.addresses, log_position, weights, *which)
     refining = (spec.nms_alpha, spec.exclusivity_alpha, 1.0 / spec.exclusivity_temperature)
     shape = {"block": block, "block_h": block_h, "num_warps": min(max(block * block_h // tiles.refine_lanes, 1), 16)}
     exclusive = heads > 2 and spec.exclusivity_alpha > 0
     if narrow:
-        scores.refine[stretches, batch](
-            *fusing, log_s, keys, size, norm_scale, *refining,
-            radius=radius, exclusive=exclusive, **shape, **arithmetic,
+        scores.refine[stretches, every](
+            *fusing, log_s, keys, *sizes, norm_scale, *refining,
+            radius=radius, exclusive=exclusive, aligned=inputs.aligned, **shape, **arithmetic,
         )  # fmt: skip
     else:
-        scores.blend[stretches, batch](*fusing, log_s, size, norm_scale, **shape, **arithmetic)
+        scores.blend[stretches, every](
+            *fusing, log_s, *sizes, norm_scale, aligned=inputs.aligned, **shape, **arithmetic
+        )
         peak, ahead, behind, reach = log_s, refined, mean, 0
         while reach < radius:
             by = min(2 * reach + 1, radius - reach)
-            scores.widen[chunks, heads, batch](peak, ahead, *which, size, heads, by, block=tiles.evidence, num_warps=4)
+            scores.widen[chunks, heads, every](
+                peak, ahead, *which, batch, size, heads, by, block=tiles.evidence, num_warps=4
+            )
             peak, ahead, behind, reach = ahead, behind, ahead, reach + by
-        scores.refine_wide[stretches, batch](
-            log_s, peak, log_position, *which, keys, size, *refining, exclusive=exclusive, **shape, **arithmetic
+        scores.refine_wide[stretches, every](
+            log_s, peak, log_position, *which, keys, batch, size, *refining, exclusive=exclusive, **shape, **arithmetic
         )
-    each = (pieces, heads, batch)
+    each = (pieces, heads, every)
     wanted = sample_rank(k)
-    top_k.sample[-(-size // (SAMPLED * tiles.sample)), heads, batch](
-        keys, *which, bins, size, heads, block=tiles.sample, num_warps=4
+    top_k.sample[-(-size // (SAMPLED * tiles.sample)), heads, every](
+        keys, *which, bins, batch, size, heads, block=tiles.sample, num_warps=4
     )
     top_k.gather[each](
-        keys, *which, bins, listed, segments, list_key, list_at, size, pieces, heads, wanted,
+        keys, *which, bins, listed, segments, list_key, list_at, batch, size, pieces, heads, wanted,
         block=tiles.choose, num_warps=tiles.choose_warps,
     )  # fmt: skip
-    top_k.threshold[heads, batch](
+    top_k.threshold[heads, every](
         keys, *which, bins, listed, segments, list_key, list_at, cut, before, selected,
-        size, pieces, heads, k, wanted,
+        batch, size, pieces, heads, k, wanted,
         chunk=tiles.choose, block=tiles.listed, block_c=max(power_of_two(pieces), 32), block_k=1024,
         num_warps=tiles.listed_warps,
     )  # fmt: skip
     top_k.write[each](
-        *which, segments, list_key, list_at, cut, before, selected, size, pieces, heads, k,
+        *which, segments, list_key, list_at, cut, before, selected, batch, size, pieces, heads, k,
         chunk=tiles.choose, block=tiles.written, num_warps=2,
     )  # fmt: skip
     return selected

@@ -1,6 +1,8 @@
 """Triton source of the selector's scores: evidence, fusion with the prior, and refinement.
 
-Three kernels in turn, over chunks of positions (the last axis of the grid is the row of the batch):
+Three kernels in turn, over chunks of positions. The last axis of the grid, b, is the row of the batch of one of several
+sites, site by site; what belongs to a row of the batch is at `b % batch`. Of what the sites have in tensors of their
+own, `inputs` holds the addresses: logits, then log-sum-exps, then log-norms.
 
     evidence   logits → log of the power mean over the rows of a head, and what fusion needs of each chunk (PARTIALS)
     weigh      the weights of evidence and prior per head, from all chunks
@@ -9,13 +11,16 @@ Three kernels in turn, over chunks of positions (the last axis of the grid is th
 For windows of suppression too wide for a tile, `blend`, several times `widen`, and `refine_wide` take its place.
 Logarithms are to base 2. Whatever is summed in floating point is summed in a fixed order. A row that does not refresh
 has length zero: its programs, and those past the end of any row, return at once. Arithmetic is fast or portable: `fast`
-is for NVIDIA devices, the other for an interpreter. Imports triton only; `select_cuda.py` launches.
+is for NVIDIA devices, the other for an interpreter. Imports triton and `triton_addresses`;
+`select_cuda.py` launches.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from sfi_compile.kernels.triton_addresses import at
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NEG_INF = tl.constexpr(float("-inf"))
@@ -72,30 +77,32 @@ def log2(x, fast: tl.constexpr):
 
 @triton.jit
 def evidence(
-    logits, lse, log_norm, log_position, slow_rows, status, extent, mean, partials, bins, listed,
-    size, chunks, stride_b, stride_h, stride_r, norm_scale, alpha, per_alpha,
+    inputs, log_position, slow_rows, status, extent, mean, partials, bins, listed,
+    batch, sites, size, chunks, stride_b, stride_h, stride_r, norm_scale, alpha, per_alpha, aligned: tl.constexpr,
     heads: tl.constexpr, rows: tl.constexpr, block_r: tl.constexpr, block: tl.constexpr, geometric: tl.constexpr,
     n_bins: tl.constexpr, fast: tl.constexpr,
 ):  # fmt: skip
     """Log of the power mean over the rows, the partial sums of the chunk, and zero in what is counted later."""
     chunk, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    length = length_of(slow_rows, status, extent, b)
+    site, row = b // batch, b % batch
+    length = length_of(slow_rows, status, extent, row)
     if chunk * block >= length:
         return
-    head = (b * heads + h).to(tl.int64)
+    head, own_head = (b * heads + h).to(tl.int64), (row * heads + h).to(tl.int64)
     t = chunk * block + tl.arange(0, block)
     read = t < read_until(length, size)
-    place = tl.load(log_position + b.to(tl.int64) * size + t, read, other=NEG_INF)
+    place = tl.load(log_position + row.to(tl.int64) * size + t, read, other=NEG_INF)
     place = tl.where(t < length, place, NEG_INF)
-    norm = tl.load(log_norm + head * size + t, read, other=0.0)
+    logits, lse = at(inputs, site, mean, aligned), at(inputs, sites + site, mean, aligned)
+    norm = tl.load(at(inputs, 2 * sites + site, mean, aligned) + own_head * size + t, read, other=0.0)
     uniform = -tl.log(length.to(tl.float32))
-    logits += b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
+    logits += row.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
     largest = tl.full([block], ZERO, tl.float32)
     total = tl.zeros([block], tl.float32)
     for r0 in range(0, rows, block_r):
         r = r0 + tl.arange(0, block_r)
         real = r < rows
-        z = tl.load(lse + head * rows + r, real, other=0.0)[:, None]
+        z = tl.load(lse + own_head * rows + r, real, other=0.0)[:, None]
         x = tl.load(
             logits + r.to(tl.int64)[:, None] * stride_r + t[None, :],
             real[:, None] & read[None, :],
@@ -126,11 +133,11 @@ def evidence(
     f, r = exp2(log_f - top_f, fast), exp2(log_r - top_r, fast)
     first, second = tl.join(tl.join(f, r * r), tl.join(f * f, f)), tl.join(tl.join(r, f), tl.join(f * r, f))
     sums = tl.sum(tl.join(first, second), 0)
-    at = partials + (head * chunks + chunk) * PARTIALS
+    place_of = partials + (head * chunks + chunk) * PARTIALS
     slot = tl.arange(0, 2)[:, None, None] * 4 + tl.arange(0, 2)[None, :, None] * 2 + tl.arange(0, 2)[None, None, :]
-    tl.store(at + slot, sums, slot < 5)
-    tl.store(at + 5, top_f)
-    tl.store(at + 6, top_r)
+    tl.store(place_of + slot, sums, slot < 5)
+    tl.store(place_of + 5, top_f)
+    tl.store(place_of + 6, top_r)
     if chunk == 0:
         tl.store(bins + head * n_bins + tl.arange(0, n_bins), tl.zeros([n_bins], tl.int32))
         tl.store(listed + head, 0)
@@ -138,14 +145,15 @@ def evidence(
 
 @triton.jit
 def weigh(
-    partials, slow_rows, status, extent, weights, chunks, heads, clip, chunk: tl.constexpr, block_c: tl.constexpr
+    partials, slow_rows, status, extent, weights, batch, chunks, heads, clip,
+    chunk: tl.constexpr, block_c: tl.constexpr,
 ):  # fmt: skip
-    """`weights` [B, 2, H]: what to add to log f and to log r before they are mixed.
+    """`weights` [sites * B, 2, H]: what to add to log f and to log r before they are mixed.
 
     Renormalisation and the weights 1 - λ and λ in one, λ from the partial sums of all chunks.
     """
     h, b = tl.program_id(0), tl.program_id(1)
-    length = length_of(slow_rows, status, extent, b)
+    length = length_of(slow_rows, status, extent, b % batch)
     if length == 0:
         return
     used = tl.cdiv(length, chunk)
@@ -193,16 +201,18 @@ def load_weights(weights, b, heads: tl.constexpr, block_h: tl.constexpr):
 
 @triton.jit
 def load_terms(
-    mean, log_norm, log_position, b, t, h, length, size, heads: tl.constexpr, block_h: tl.constexpr
+    mean, inputs, log_position, b, t, h, length, batch, sites, size,
+    aligned: tl.constexpr, heads: tl.constexpr, block_h: tl.constexpr,
 ):  # fmt: skip
     """What `blended` takes, at positions t of heads h: log f but for a constant, places, and norms."""
     read = (t >= 0) & (t < read_until(length, size))
-    place = tl.load(log_position + b.to(tl.int64) * size + t, read, other=NEG_INF)
+    row = b % batch
+    place = tl.load(log_position + row.to(tl.int64) * size + t, read, other=NEG_INF)
     if heads < block_h:
         read = read & (h < heads)
-    at = (b * heads).to(tl.int64) * size
-    x = tl.load(mean + at + (h * size + t), read, other=ZERO)
-    return x, place, tl.load(log_norm + at + (h * size + t), read, other=0.0)
+    x = tl.load(mean + (b * heads).to(tl.int64) * size + (h * size + t), read, other=ZERO)
+    log_norm = at(inputs, 2 * sites + b // batch, mean, aligned)
+    return x, place, tl.load(log_norm + (row * heads).to(tl.int64) * size + (h * size + t), read, other=0.0)
 
 
 @triton.jit
@@ -259,25 +269,28 @@ def fours_max(first, between, last):
 
 @triton.jit
 def refine(
-    mean, log_norm, log_position, weights, slow_rows, status, extent, staged, keys,
-    size, norm_scale, nms_alpha, cross_alpha, per_temperature,
+    mean, inputs, log_position, weights, slow_rows, status, extent, staged, keys,
+    batch, sites, size, norm_scale, nms_alpha, cross_alpha, per_temperature, aligned: tl.constexpr,
     heads: tl.constexpr, radius: tl.constexpr, block: tl.constexpr, block_h: tl.constexpr, exclusive: tl.constexpr,
     fast: tl.constexpr,
 ):  # fmt: skip
     """Keys of a tile of positions, but for `radius` of them at either end, which are there for the windowed maxima.
 
-    Threads see each other's positions through `staged` [B, tiles]: all columns, and the maximum of each four.
+    Threads see each other's positions through `staged` [sites * B, tiles]: all columns, and the maximum of each four.
     The window of the position at column i + radius is columns i to i + 2 radius: the rest of the four that i is in,
     fours, the beginning of a four, and two more if the radius is odd.
     """
     tile, b = tl.program_id(0), tl.program_id(1)
-    length = length_of(slow_rows, status, extent, b)
+    row = b % batch
+    length = length_of(slow_rows, status, extent, row)
     start = tile * (block - 2 * radius)
     if start >= length:
         return
     i, h = tile_index(block, block_h)
     t = start - radius + i
-    x, place, norm = load_terms(mean, log_norm, log_position, b, t, h, length, size, heads, block_h)
+    x, place, norm = load_terms(
+        mean, inputs, log_position, b, t, h, length, batch, sites, size, aligned, heads, block_h
+    )
     add_f, add_r = load_weights(weights, b, heads, block_h)
     log_s = blended(x, place, norm, add_f, add_r, norm_scale, fast)
     peak = log_s
@@ -303,7 +316,7 @@ def refine(
         log_s = tl.load(own + (i + radius), (h < heads) & (i < block - radius), other=ZERO)
     t = start + i
     inside = (i < block - 2 * radius) & (t < read_until(length, size))
-    place = tl.load(log_position + b.to(tl.int64) * size + t, inside, other=NEG_INF)
+    place = tl.load(log_position + row.to(tl.int64) * size + t, inside, other=NEG_INF)
     place = tl.where(t < length, place, NEG_INF)
     key = keys_of(log_s, peak, place, h, nms_alpha, cross_alpha, per_temperature, heads, block_h, exclusive, fast)
     tl.store(keys + (b * heads).to(tl.int64) * size + (h * size + t), key, (h < heads) & inside)
@@ -311,31 +324,34 @@ def refine(
 
 @triton.jit
 def blend(
-    mean, log_norm, log_position, weights, slow_rows, status, extent, log_s, size, norm_scale,
+    mean, inputs, log_position, weights, slow_rows, status, extent, log_s,
+    batch, sites, size, norm_scale, aligned: tl.constexpr,
     heads: tl.constexpr, block: tl.constexpr, block_h: tl.constexpr, fast: tl.constexpr,
 ):  # fmt: skip
-    """Log s [B, H, N], for windows too wide for `refine`."""
+    """Log s [sites * B, H, N], for windows too wide for `refine`."""
     b = tl.program_id(1)
-    length = length_of(slow_rows, status, extent, b)
+    length = length_of(slow_rows, status, extent, b % batch)
     if tl.program_id(0) * block >= length:
         return
     column, h = tile_index(block, block_h)
     t = tl.program_id(0) * block + column
-    x, place, norm = load_terms(mean, log_norm, log_position, b, t, h, length, size, heads, block_h)
+    x, place, norm = load_terms(
+        mean, inputs, log_position, b, t, h, length, batch, sites, size, aligned, heads, block_h
+    )
     add_f, add_r = load_weights(weights, b, heads, block_h)
     found = blended(x, place, norm, add_f, add_r, norm_scale, fast)
     tl.store(log_s + (b * heads).to(tl.int64) * size + (h * size + t), found, (h < heads) & (t < length))
 
 
 @triton.jit
-def widen(x, out, slow_rows, status, extent, size, heads, by, block: tl.constexpr):
+def widen(x, out, slow_rows, status, extent, batch, size, heads, by, block: tl.constexpr):
     """One step of a windowed maximum: `max(x[t - by], x[t], x[t + by])`.
 
     It triples windows that just touch. An index outside is clamped: its window is then within the one sought, and what
     that leaves out does not exist.
     """
     h, b = tl.program_id(1), tl.program_id(2)
-    length = length_of(slow_rows, status, extent, b)
+    length = length_of(slow_rows, status, extent, b % batch)
     if tl.program_id(0) * block >= length:
         return
     t = tl.program_id(0) * block + tl.arange(0, block)
@@ -349,21 +365,22 @@ def widen(x, out, slow_rows, status, extent, size, heads, by, block: tl.constexp
 
 @triton.jit
 def refine_wide(
-    log_s, peak, log_position, slow_rows, status, extent, keys, size, nms_alpha, cross_alpha, per_temperature,
+    log_s, peak, log_position, slow_rows, status, extent, keys,
+    batch, size, nms_alpha, cross_alpha, per_temperature,
     heads: tl.constexpr, block: tl.constexpr, block_h: tl.constexpr, exclusive: tl.constexpr, fast: tl.constexpr,
 ):  # fmt: skip
     """`refine` from blended scores and windowed maxima that are there already. `keys` may be `peak`'s memory."""
     b = tl.program_id(1)
-    length = length_of(slow_rows, status, extent, b)
+    length = length_of(slow_rows, status, extent, b % batch)
     if tl.program_id(0) * block >= length:
         return
     column, h = tile_index(block, block_h)
     t = tl.program_id(0) * block + column
     read = t < read_until(length, size)
-    place = tl.load(log_position + b.to(tl.int64) * size + t, read, other=NEG_INF)
+    place = tl.load(log_position + (b % batch).to(tl.int64) * size + t, read, other=NEG_INF)
     place = tl.where(t < length, place, NEG_INF)
-    at = (b * heads).to(tl.int64) * size + (h * size + t)
+    first = (b * heads).to(tl.int64) * size + (h * size + t)
     real = (h < heads) & (t < length)
-    x, top = tl.load(log_s + at, real, other=ZERO), tl.load(peak + at, real, other=ZERO)
+    x, top = tl.load(log_s + first, real, other=ZERO), tl.load(peak + first, real, other=ZERO)
     key = keys_of(x, top, place, h, nms_alpha, cross_alpha, per_temperature, heads, block_h, exclusive, fast)
-    tl.store(keys + at, key, (h < heads) & read)
+    tl.store(keys + first, key, (h < heads) & read)

@@ -1,6 +1,7 @@
 """Triton source of the selector's exact top-k: counting, no sort.
 
-Four kernels in turn, over integer keys that are in the order of the scores:
+Four kernels in turn, over integer keys that are in the order of the scores, of the rows of several sites as in
+`triton_scores`:
 
     sample     every eighth key → how many there are in each of BINS ranges of keys, per head
     gather     the keys of ranges that will hold the k best, with their positions, to a list per head
@@ -20,6 +21,7 @@ import triton.language as tl
 from sfi_compile.kernels.triton_scores import NO_KEY, length_of, read_until
 
 BINS = tl.constexpr(256)
+DIGITS = tl.constexpr(256)
 BIN_SHIFT = tl.constexpr(18)
 BIN_BASE = tl.constexpr(-4289)
 """A range holds keys with the same upper 14 bits: scores from -128 to about -1/2, 32 ranges for each power of two. What
@@ -33,13 +35,13 @@ def bin_of(key):
 
 
 @triton.jit
-def sample(keys, slow_rows, status, extent, bins, size, heads, block: tl.constexpr):
+def sample(keys, slow_rows, status, extent, bins, batch, size, heads, block: tl.constexpr):
     """Adds every eighth key of `8 block` positions to the counts of their ranges.
 
     Of eight runs of eight positions, one is taken whole: that is what memory delivers at once. Which one varies.
     """
     h, b = tl.program_id(1), tl.program_id(2)
-    length = length_of(slow_rows, status, extent, b)
+    length = length_of(slow_rows, status, extent, b % batch)
     if tl.program_id(0) * block * 8 >= length:
         return
     head = (b * heads + h).to(tl.int64)
@@ -63,15 +65,16 @@ def digit_of_kth(counts, k, digits: tl.constexpr):
 
 @triton.jit
 def gather(
-    keys, slow_rows, status, extent, bins, listed, segments, list_key, list_at, size, chunks, heads, wanted,
+    keys, slow_rows, status, extent, bins, listed, segments, list_key, list_at,
+    batch, size, chunks, heads, wanted,
     block: tl.constexpr,
 ):  # fmt: skip
     """Appends the keys of a chunk that are in the range with the `wanted`-th of the sample, or above, to the list.
 
-    Ascending; where in the list, and how many, goes to `segments` [B, H, 2, chunks].
+    Ascending; where in the list, and how many, goes to `segments` [sites * B, H, 2, chunks].
     """
     chunk, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    length = length_of(slow_rows, status, extent, b)
+    length = length_of(slow_rows, status, extent, b % batch)
     if chunk * block >= length:
         return
     head = (b * heads + h).to(tl.int64)
@@ -92,25 +95,18 @@ def gather(
 
 
 @triton.jit
-def count_from(list_key, members, least, block: tl.constexpr):
-    """How many keys of a list are `least` or more."""
-    counts = tl.zeros([block], tl.int32)
-    for m0 in range(0, members, block):
-        m = m0 + tl.arange(0, block)
-        counts += (tl.load(list_key + m, m < members, other=NO_KEY) >= least).to(tl.int32)
-    return tl.sum(counts, 0)
-
-
-@triton.jit
 def threshold(
     keys, slow_rows, status, extent, bins, listed, segments, list_key, list_at, cut, before, selected,
-    size, chunks, heads, k, wanted,
+    batch, size, chunks, heads, k, wanted,
     chunk: tl.constexpr, block: tl.constexpr, block_c: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
-    """`cut` [B, H, 2]: the k-th key and how many of its equals are chosen. `before` [B, H, 2, chunks]: keys above it,
-    and equal to it, in the chunks before. Empty slots become -1."""
+    """The k-th key, and what `write` needs. Empty slots become -1.
+
+    Writes `cut` [sites * B, H, 2], the k-th key and how many of its equals are chosen, and `before`
+    [sites * B, H, 2, chunks], keys above it, and equal to it, in the chunks before.
+    """
     h, b = tl.program_id(0), tl.program_id(1)
-    length = length_of(slow_rows, status, extent, b)
+    length = length_of(slow_rows, status, extent, b % batch)
     head = (b * heads + h).to(tl.int64)
     list_key += head * size
     list_at += head * size
@@ -132,27 +128,38 @@ def threshold(
             lowest = 0
             tl.debug_barrier()
         highest = tl.full([block], NO_KEY, tl.int32)
+        candidates = tl.zeros([block], tl.int32)
         for m0 in range(0, members, block):
             m = m0 + tl.arange(0, block)
-            highest = tl.maximum(highest, tl.load(list_key + m, m < members, other=NO_KEY))
+            key = tl.load(list_key + m, m < members, other=NO_KEY)
+            highest = tl.maximum(highest, key)
+            candidates += (key > NO_KEY).to(tl.int32)
         top = tl.max(highest, 0).to(tl.int64)
-        filled = tl.minimum(count_from(list_key, members, NO_KEY + 1, block), k)
+        filled = tl.minimum(tl.sum(candidates, 0), k)
         cut_at = NO_KEY
         room = 0
         if filled == k:
-            # The largest number that at least k keys reach: bit by bit, in 64 bits since keys differ by up to 2^32.
+            # The k-th key by digits, of which the first are mostly zero: all keys lie between these bounds. In 64 bits,
+            # since keys differ by up to 2^32.
             at_least = tl.full([], NO_KEY + 1, tl.int64)
             if lowest > 0:
                 at_least = tl.minimum(((lowest + BIN_BASE) << BIN_SHIFT).to(tl.int64), top)
-            for bit in range(32):
-                trial = at_least + (tl.full([], 1 << 31, tl.int64) >> bit)
-                if trial <= top:
-                    enough = count_from(list_key, members, trial.to(tl.int32), block) >= k
-                    at_least = tl.where(enough, trial, at_least)
-            cut_at = at_least.to(tl.int32)
+            span = top - at_least
             room = k
-            if at_least < top:
-                room = k - count_from(list_key, members, cut_at + 1, block)
+            for digit_place in range(4):
+                shift = 24 - 8 * digit_place
+                if (span >> shift) > 0:
+                    counts = tl.zeros([DIGITS], tl.int32)
+                    for m0 in range(0, members, block):
+                        m = m0 + tl.arange(0, block)
+                        key = tl.load(list_key + m, m < members, other=NO_KEY)
+                        digit = (key.to(tl.int64) - at_least) >> shift
+                        inside = (m < members) & (digit >= 0) & (digit < DIGITS)
+                        counts += tl.histogram(digit.to(tl.int32), DIGITS, mask=inside)
+                    of_kth, above = digit_of_kth(counts, room, DIGITS)
+                    at_least += of_kth.to(tl.int64) << shift
+                    room -= above
+            cut_at = at_least.to(tl.int32)
         more = tl.zeros([block_c], tl.int32)
         equal = tl.zeros([block_c], tl.int32)
         for m0 in range(0, members, block):
@@ -172,12 +179,13 @@ def threshold(
 
 @triton.jit
 def write(
-    slow_rows, status, extent, segments, list_key, list_at, cut, before, selected, size, chunks, heads, k,
+    slow_rows, status, extent, segments, list_key, list_at, cut, before, selected,
+    batch, size, chunks, heads, k,
     chunk: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """The chosen positions of a chunk, where they belong."""
     c, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    length = length_of(slow_rows, status, extent, b)
+    length = length_of(slow_rows, status, extent, b % batch)
     if c * chunk >= length:
         return
     head = (b * heads + h).to(tl.int64)

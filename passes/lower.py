@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import operator
 from collections.abc import Callable, Hashable
 from typing import Any, ClassVar
@@ -35,6 +36,10 @@ _PLAIN: dict[Any, Any] = {getattr(_SFI, name).default: body for name, body in op
 _TEMPLATE = _SFI.memory_attention.default
 _DEFAULTS = (0.0, None)
 """Softcap and sinks of `sfi::memory_attention`, which come before its length."""
+SCRATCH = 0.035
+"""Share of the KV cache that may be taken by what several sites select from, and by the selector beside it."""
+SELECTOR_COLUMNS = 4
+"""Numbers of 4 bytes for each position and KV head, beside the logits: log-norms and the selector's three arrays."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,18 +107,21 @@ def _fill(dense: fx.Node) -> fx.Node | None:
 def _on_device(graph: fx.Graph, tracer: Tracer) -> None:
     """Replace the slow path's operators by those that work on all rows without asking the host, and tell attention over
     the memory how far each row's is filled."""
+    nodes = list(graph.nodes)
     by_products: dict[fx.Node, tuple[fx.Node, ...]] = {}
-    appends: dict[fx.Node, fx.Node] = {}
+    appends: dict[Any, tuple[Any, ...]] = {}
     still: dict[fx.Node, fx.Node] = {}
-    slow_rows = next((n.args[4] for n in graph.nodes if n.target is _SFI.dense_attention.default), None)
-    for node in list(graph.nodes):
+    packs: dict[Any, fx.Node] = {n.args[8]: n for n in nodes if n.target is _SFI.pack.default}
+    slow_rows = next((n.args[4] for n in nodes if n.target is _SFI.dense_attention.default), None)
+    for node in nodes:
         arguments: tuple[Any, ...] = node.args
         with graph.inserting_before(node):
             if node.target is _SFI.append.default:
-                appends[arguments[7]] = node
+                appends[arguments[7]] = arguments
+                if arguments[7] in packs:
+                    _append(graph, node, packs[arguments[7]].args, still)
             elif node.target is _TEMPLATE:
-                append: tuple[Any, ...] = appends[arguments[1]].args
-                position, refreshed_at, selected_end, recent, held = append[2:7]
+                position, refreshed_at, selected_end, recent, held = appends[arguments[1]][2:7]
                 slots = int(example(held).shape[-1])
                 filled = (position, refreshed_at, slow_rows, selected_end, recent, slots)
                 length = tracer.inline(graph, device.filled, filled)
@@ -127,43 +135,61 @@ def _on_device(graph: fx.Graph, tracer: Tracer) -> None:
                 tracer.inline(graph, device.settle, (out, *attended[4:], status, context))
                 _replace(node, (out, found[0]))
                 by_products[found[0]] = tuple(found)
-            elif node.target is _SFI.select.default:
-                logits, _, *rest = arguments
-                _replace(node, _call(graph, _SFI.select_rows.default, *by_products[logits], *rest))
-            elif node.target is _SFI.pack.default:
-                _pack(graph, node, appends.get(arguments[8]), still)
+            elif node.target is _SFI.pack.default and arguments[8] not in appends:
+                # One row: it is slow. Where it would be appended is not looked at.
+                k, v, _, _, rows, status, _, *memory = arguments
+                _call(graph, _SFI.append_rows.default, k, v, rows, status, status, -1, *memory)
+    for several in _together(list(packs.values())):
+        _refresh(graph, several, by_products)
 
 
-def _pack(graph: fx.Graph, pack: fx.Node, append: fx.Node | None, still: dict[fx.Node, fx.Node]) -> None:
-    """Replace `sfi::pack`, and the append to the same memory, by one operator in the place of the former.
+def _append(graph: fx.Graph, append: fx.Node, packed: Any, still: dict[fx.Node, fx.Node]) -> None:
+    """Replace `sfi::append` in a slow step by an operator that takes this step's tokens out of the cache."""
+    arguments: tuple[Any, ...] = append.args
+    position, refreshed_at, selected_end, recent, *memory = arguments[2:]
+    if position not in still:
+        with graph.inserting_after(position):
+            still[position] = _call(graph, _SFI.still.default, position)
+    when = (still[position], refreshed_at, selected_end + recent - 1)
+    _call(graph, _SFI.append_rows.default, *packed[:2], packed[4], *when, *memory)
+    graph.erase_node(append)
 
-    What reads the memory, for the rows that are not slow, comes after it then. To them it makes no difference.
-    """
-    arguments: tuple[Any, ...] = pack.args
-    packed, memory = arguments[:7], arguments[7:]
-    late: list[fx.Node] = []
-    if append is None:
-        # One row: it is slow. Where it would be appended is not looked at.
-        when: tuple[Any, ...] = (packed[5], packed[5], -1)
-    else:
-        appended: tuple[Any, ...] = append.args
-        position, refreshed_at, selected_end, recent = appended[2:6]
-        if position not in still:
-            with graph.inserting_after(position):
-                still[position] = _call(graph, _SFI.still.default, position)
-        when = (still[position], refreshed_at, selected_end + recent - 1)
-        for node in graph.nodes:
-            if node is pack:
-                break
-            if node is not append and any(n in memory or n in late for n in node.all_input_nodes):
-                late.append(node)
-        graph.erase_node(append)
-    with graph.inserting_before(pack):
-        last = _call(graph, _SFI.pack_rows.default, *packed, *when, *memory)
-    graph.erase_node(pack)
-    for node in late:
-        last.append(node)
-        last = node
+
+def _together(packs: list[fx.Node]) -> list[list[fx.Node]]:
+    """Sites whose memories are made at once, in program order: alike, under the same mask, and not too many."""
+    groups: dict[Any, list[fx.Node]] = {}
+    cached = 0
+    for pack in packs:
+        arguments: tuple[Any, ...] = pack.args
+        k, v, select, frame, slow_rows, status, sink, *memory = arguments
+        own = tuple(_description(n) for n in (k, v, select.args[0], *memory))
+        shared = tuple(n.args if n.target is operator.getitem else n for n in (frame, *select.args[4:6]))
+        groups.setdefault((*shared, slow_rows, status, sink, select.args[6], own), []).append(pack)
+        cached += sum(example(n).nbytes for n in (k, v))
+    found = []
+    for group in groups.values():
+        logits = example(group[0].args[2].args[0])  # type: ignore[union-attr, arg-type]
+        batch, heads, rows, size = logits.shape
+        most = max(int(SCRATCH * cached / (4 * batch * heads * size * (rows + SELECTOR_COLUMNS))), 1)
+        parts = math.ceil(len(group) / most)
+        each = math.ceil(len(group) / parts)
+        found += [group[i : i + each] for i in range(0, len(group), each)]
+    return found
+
+
+def _refresh(graph: fx.Graph, packs: list[fx.Node], by_products: dict[fx.Node, tuple[fx.Node, ...]]) -> None:
+    """Replace `sfi::pack` and `sfi::select` of some sites by one operator, where the last of them was."""
+    arguments: list[tuple[Any, ...]] = [pack.args for pack in packs]
+    evidence = [by_products[a[2].args[0]] for a in arguments]
+    _, _, select, frame, slow_rows, status, sink = arguments[-1][:7]
+    extent, log_position, spec = select.args[4:]
+    lists = [list(x) for x in zip(*(e + a[:2] + a[7:] for e, a in zip(evidence, arguments, strict=True)), strict=True)]
+    with graph.inserting_before(packs[-1]):
+        shared = (frame, slow_rows, status, extent, log_position)
+        _call(graph, _SFI.refresh_rows.default, *lists, *shared, spec, sink)
+    for pack, given in zip(packs, arguments, strict=True):
+        graph.erase_node(pack)
+        graph.erase_node(given[2])
 
 
 def _call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:

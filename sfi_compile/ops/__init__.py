@@ -5,7 +5,7 @@ Passes emit them, and `lower` replaces those of the fast path. This room knows k
 
 from __future__ import annotations
 
-from sfi_compile.ops.device import dense_decode, pack_rows, select_rows
+from sfi_compile.ops.device import append_rows, dense_decode, refresh_rows
 from sfi_compile.ops.fast import append, gather, memory_attention
 from sfi_compile.ops.form import attention
 from sfi_compile.ops.linear import linear
@@ -15,6 +15,7 @@ from sfi_compile.ops.status import RowStatus
 __all__ = [
     "RowStatus",
     "append",
+    "append_rows",
     "attention",
     "dense_attention",
     "dense_decode",
@@ -23,10 +24,9 @@ __all__ = [
     "linear",
     "memory_attention",
     "pack",
-    "pack_rows",
     "plain",
+    "refresh_rows",
     "select",
-    "select_rows",
 ]
 
 plain = {"gather": gather, "append": append, "memory_attention": memory_attention}

@@ -92,32 +92,6 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor,
 
 
 @operator()
-def select_rows(
-    logits: Tensor,
-    lse: Tensor,
-    log_norm: Tensor,
-    slow_rows: Tensor,
-    status: Tensor,
-    extent: Tensor,
-    log_position: Tensor,
-    spec: str,
-) -> Tensor:
-    """Evidence → selection, for the slow rows that are ready for a memory: int64 [B, Hkv, min(k_head, N)].
-
-    Shapes and meaning as of `kernels.select_cuda.select_rows`, with the spec as text.
-    """
-    from sfi_compile.kernels.select_cuda import select_rows as launch
-
-    return launch(logits, lse, log_norm, slow_rows, status, extent, log_position, parse_spec(spec))
-
-
-@fake_of(select_rows)
-def _(logits: Tensor, *rest: Any) -> Tensor:
-    batch, kv_heads, _, size = logits.shape
-    return logits.new_empty(batch, kv_heads, min(parse_spec(rest[-1]).k_head, size), dtype=torch.int64)
-
-
-@operator()
 def still(x: Tensor) -> Tensor:
     """A copy, which every operator reads where it is: Inductor gives each operator that it does not fuse a copy of its
     own of what is merely an expression."""
@@ -130,14 +104,10 @@ def _(x: Tensor) -> Tensor:
 
 
 @operator("held", "mem_k", "mem_v")
-def pack_rows(
+def append_rows(
     k: Tensor,
     v: Tensor,
-    selected: Tensor,
-    frame: Tensor,
     slow_rows: Tensor,
-    status: Tensor,
-    sink: int,
     position: Tensor,
     refreshed_at: Tensor,
     offset: int,
@@ -145,17 +115,64 @@ def pack_rows(
     mem_k: Tensor,
     mem_v: Tensor,
 ) -> None:
-    """Write the new support and its keys and values into the memory of the slow rows that are ready for one, and append
-    this step's tokens to that of the rows that are not slow, unless `offset` is -1: then every row is slow.
+    """Append this step's tokens to the memory of the rows that are not slow; nothing if `offset` is -1.
 
-    One operator, because Inductor copies a tensor that two operators write one after the other. Shapes and meaning as
-    of `pack_rows` and `append_rows` of `kernels.pack_cuda`.
+    Also says, to whoever orders operators, that the step changes this memory: `sfi::refresh_rows` does that later, but
+    Inductor would copy a tensor that two operators write one after the other. Shapes and meaning as of
+    `kernels.pack_cuda.append_rows`.
     """
-    from sfi_compile.kernels import pack_cuda
-
-    pack_cuda.pack_rows(k, v, selected, frame, slow_rows, status, sink, held, mem_k, mem_v)
     if offset >= 0:
+        from sfi_compile.kernels import pack_cuda
+
         pack_cuda.append_rows(k, v, slow_rows, position, refreshed_at, offset, held, mem_k, mem_v)
 
 
-fake_of(pack_rows)(only_writes)
+fake_of(append_rows)(only_writes)
+
+
+@operator("status")
+def refresh_rows(
+    logits: list[Tensor],
+    lse: list[Tensor],
+    log_norm: list[Tensor],
+    k: list[Tensor],
+    v: list[Tensor],
+    held: list[Tensor],
+    mem_k: list[Tensor],
+    mem_v: list[Tensor],
+    frame: Tensor,
+    slow_rows: Tensor,
+    status: Tensor,
+    extent: Tensor,
+    log_position: Tensor,
+    spec: str,
+    sink: int,
+) -> None:
+    """Evidence → selection → memory of several sites, for the slow rows that are ready for one.
+
+    What it writes are `held`, `mem_k` and `mem_v`. It must come after `sfi::append_rows` of the same sites, which says
+    so, and after whatever reads this memory in the step: then nothing is left for Inductor to put in order.
+
+    Args:
+        logits: of each site, as are the other lists, and `lse` and `log_norm`, of `sfi::dense_decode`.
+        k: [B, Hkv, N, Dk].
+        v: [B, Hkv, N, Dv].
+        held: int64 [B, Hkv, S].
+        mem_k: [B, Hkv, S, Dk].
+        mem_v: [B, Hkv, S, Dv].
+        frame: int64 [B, S], of `sfi::frame`, as are the extent and the place of positions; of all sites.
+        slow_rows: bool [B].
+        status: int64 [B] of `RowStatus`, when all sites are through; left as it is. That it counts as written keeps
+            this operator in the step.
+        extent: int64 [B, 3].
+        log_position: float32 [B, N].
+        spec: `SelectorSpec.to_text()`.
+        sink: first slot of the selected tokens.
+    """
+    from sfi_compile.kernels import pack_cuda, select_cuda
+
+    chosen = select_cuda.select_rows(logits, lse, log_norm, slow_rows, status, extent, log_position, parse_spec(spec))
+    pack_cuda.pack_rows(k, v, chosen, frame, slow_rows, status, sink, held, mem_k, mem_v)
+
+
+fake_of(refresh_rows)(only_writes)

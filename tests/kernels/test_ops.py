@@ -18,7 +18,7 @@ from sfi_compile.config import Config
 from tests.kernels.cases import Attention, attentions, poisoned_empty
 
 SFI = torch.ops.sfi
-ON_DEVICE = ("dense_decode", "select_rows", "pack_rows")
+ON_DEVICE = ("dense_decode", "append_rows", "refresh_rows")
 """Those that launch kernels, and have tests of their own."""
 CONFIG = Config.from_options({"sink": 2, "recent": 4, "k_head": 5, "refresh_interval": 3, "nms_window": 6})
 SPEC = CONFIG.selector().to_text()

@@ -89,7 +89,13 @@ def operands(rows: list[Row]) -> list[Tensor]:
 
 
 def selected_of(rows: list[Row], tiles: Tiles = SMALL) -> Tensor:
-    return interpreted(select_cuda.select_rows, *operands(rows), rows[0].case.spec, tiles)
+    return interpreted(_select, operands(rows), rows[0].case.spec, tiles)
+
+
+def _select(arguments: list[Tensor], spec: SelectorSpec, tiles: Tiles) -> Tensor:
+    """Of one site."""
+    own, shared = arguments[:3], arguments[3:]
+    return select_cuda.select_rows(*([x] for x in own), *shared, spec, tiles)[0]  # type: ignore[arg-type, misc]
 
 
 def assert_selected(rows: list[Row], found: Tensor) -> None:
@@ -205,7 +211,7 @@ def _select_with_a_small_sample(arguments: list[Tensor], spec: SelectorSpec, til
     before = select_cuda.sample_rank
     select_cuda.sample_rank = lambda k: k // select_cuda.SAMPLED  # type: ignore[assignment]
     try:
-        return select_cuda.select_rows(*arguments, spec, tiles)
+        return _select(arguments, spec, tiles)
     finally:
         select_cuda.sample_rank = before
 
@@ -239,16 +245,19 @@ def test_packs_the_rows_that_refresh() -> None:
 
 
 def _pack(*arguments: Tensor) -> tuple[Tensor, ...]:
-    """Writes into copies, which come back from the other process."""
-    pack_cuda.pack_rows(*arguments)  # type: ignore[arg-type]
-    return arguments[-3:]
+    """Of one site. Writes into copies, which come back from the other process."""
+    k, v, selected, *shared, held, mem_k, mem_v = arguments
+    pack_cuda.pack_rows([k], [v], selected[None], *shared, [held], [mem_k], [mem_v])  # type: ignore[arg-type]
+    return held, mem_k, mem_v
 
 
 def test_packing_refuses_a_memory_that_is_not_contiguous() -> None:
     k, memory = torch.zeros(1, 2, 4, 3), torch.zeros(1, 5, 2, 3).transpose(1, 2)
     index, flags = torch.zeros(1, 2, 5, dtype=torch.int64), torch.zeros(1, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"mem_k has strides .* allowed: contiguous"):
-        pack_cuda.pack_rows(k, k, index[:, :, :2], index[:, 0], flags, flags.long(), 1, index, memory, memory)
+        pack_cuda.pack_rows(
+            [k], [k], index[None, :, :, :2], index[:, 0], flags, flags.long(), 1, [index], [memory], [memory]
+        )
 
 
 def test_rows_are_ready_as_the_operators_say() -> None:
@@ -268,7 +277,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def select_meta(heads: int, queries: int, n: int, spec: SelectorSpec) -> Tensor:
     flags = (meta(4, dtype=torch.bool), meta(4, dtype=torch.int64), meta(4, 3, dtype=torch.int64))
     logits, lse, log_norm = meta(4, heads, queries, n), meta(4, heads, queries), meta(4, heads, n)
-    return select_cuda.select_rows(logits, lse, log_norm, *flags, meta(4, n), spec)
+    return select_cuda.select_rows([logits] * 3, [lse] * 3, [log_norm] * 3, *flags, meta(4, n), spec)
 
 
 SCORES, TOP_K = "evidence weigh refine blend widen refine_wide".split(), "sample gather threshold write".split()
@@ -283,21 +292,25 @@ SITES = {
     ("name", "capability"), [*(("published", x) for x in TARGETS), ("many heads", 90), ("wide", 90)]
 )
 def test_selection_compiles_without_spills(name: str, capability: int) -> None:
-    from sfi_compile.kernels import triton_scores, triton_top_k
+    from sfi_compile.kernels import triton_addresses, triton_scores, triton_top_k
     from tests.kernels.triton_launches import recorded
 
     heads, queries, n, changes = SITES[name]
-    with recorded(triton_scores, *SCORES) as scores, recorded(triton_top_k, *TOP_K) as top_k:
+    with (
+        recorded(triton_addresses, "put") as put,
+        recorded(triton_scores, *SCORES) as scores,
+        recorded(triton_top_k, *TOP_K) as top_k,
+    ):
         found = select_meta(heads, queries, n, spec_with(**{"k_head": 1536, "nms_window": 32, **changes}))
-    assert found.shape == (4, heads, 1536)
-    launches = [*scores, *top_k]
+    assert found.shape == (3, 4, heads, 1536)
+    launches = [*put, *scores, *top_k]
     by_name = {launch.kernel.__name__: launch for launch in launches}
     if name == "published":
-        assert list(by_name) == "evidence weigh refine sample gather threshold write".split()
-        assert len(launches) == 7
+        assert list(by_name) == "put evidence weigh refine sample gather threshold write".split()
+        assert len(launches) == 8
     else:
         # What the shape changes.
-        by_name = {key: x for key, x in by_name.items() if key not in ("sample", "gather", "write")}
+        by_name = {key: x for key, x in by_name.items() if key not in ("put", "sample", "gather", "write")}
     for launch in by_name.values():
         used = launch.usage(capability)
         assert used.spilled == 0, launch.kernel.__name__
@@ -306,12 +319,14 @@ def test_selection_compiles_without_spills(name: str, capability: int) -> None:
 
 @pytest.mark.parametrize("capability", TARGETS)
 def test_packing_compiles_without_spills(capability: int) -> None:
-    from sfi_compile.kernels import triton_pack
+    from sfi_compile.kernels import triton_addresses, triton_pack
     from tests.kernels.triton_launches import recorded
 
     k, index = meta(4, 8, 4096, 128, dtype=torch.bfloat16), meta(4, 8, 1828, dtype=torch.int64)
     memory, flags = meta(4, 8, 1828, 128, dtype=torch.bfloat16), meta(4, dtype=torch.bool)
-    with recorded(triton_pack, "pack", "append") as launches:
-        pack_cuda.pack_rows(k, k, index[..., :1536], index[:, 0], flags, index[:, 0, 0], 4, index, memory, memory)
+    with recorded(triton_addresses, "put"), recorded(triton_pack, "pack", "append") as launches:
+        selected = meta(3, 4, 8, 1536, dtype=torch.int64)
+        rows, sites = (index[:, 0], flags, index[:, 0, 0], 4), ([index] * 3, [memory] * 3, [memory] * 3)
+        pack_cuda.pack_rows([k] * 3, [k] * 3, selected, *rows, *sites)
         pack_cuda.append_rows(k, k, flags, index[0, 0, :3], index[:, 0, 0], 1795, index, memory, memory)
     assert [launch.usage(capability).spilled for launch in launches] == [0, 0]

@@ -35,11 +35,15 @@ class Launch:
         given = dict(zip(names, self.args, strict=False)) | self.kwargs
         constant = {p.name for p in self.kernel.params if p.is_constexpr}
         plain = {p.name for p in self.kernel.params if p.do_not_specialize}
-        signature, constants, attributes = {}, {}, {}
+        signature: dict[str, Any] = {}
+        constants, attributes = {}, {}
         for i, name in enumerate(names):
             value = given[name]
             if name in constant or (value == 1 if type(value) is int and name not in plain else False):
                 signature[name], constants[(i,)] = "constexpr", value
+                continue
+            if isinstance(value, tuple):
+                signature[name] = tuple(POINTERS[x.dtype] for x in value)
                 continue
             pointer = isinstance(value, torch.Tensor)
             signature[name] = POINTERS[value.dtype] if pointer else "i32" if type(value) is int else "fp32"

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from sfi_compile import ops
 from sfi_compile.compat.dynamo import example, fake_mode_of
 from sfi_compile.kernels import lowering
+from sfi_compile.passes import lower
 from sfi_compile.passes.base import Builder, VerificationError, Work
 from sfi_compile.passes.lower import Lower
 from tests.passes.toys import SDPA, compiled, minimal, operands, record, same_text, state, tensor, text, written
@@ -58,15 +59,49 @@ def test_on_a_gpu_no_operator_asks_the_host(batch: int) -> None:
     slow, fast = Lower(kernels=True).apply(compiled(record(half_masked, *inputs(batch)).module, "verify")).variants
     assert operators(fast.graph) == {"memory_attention"}
     remembered = {"memory_attention", "still"} if batch > 1 else set()
-    assert operators(slow.graph) == {"dense_decode", "select_rows", "pack_rows"} | remembered
+    assert operators(slow.graph) == {"dense_decode", "append_rows", "refresh_rows"} | remembered
     ours = [n for module in (slow, fast) for n in module.graph.nodes if "sfi." in str(n.target)]
     assert not [n for n in ours if torch.Tag.cudagraph_unsafe in n.target.tags]
-    # One operator writes the memory, and whoever reads it comes after: Inductor need copy nothing.
+    # One operator writes the memory as far as Inductor knows: it need copy nothing. Whoever reads it comes after that,
+    # and before the memory is made anew.
     memory = [n for n in slow.graph.nodes if n.op == "placeholder"][-3:]
     for node in memory:
-        writer, *readers = node.users
-        assert writer.target is torch.ops.sfi.pack_rows.default
+        writer, *readers, maker = node.users
+        assert writer.target is torch.ops.sfi.append_rows.default
+        assert maker.target is torch.ops.sfi.refresh_rows.default
         assert bool(readers) == (batch > 1)
+
+
+def two_sites(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, pos: Tensor) -> Tensor:
+    mask = (torch.arange(a.shape[2]) <= pos)[None, None, None]
+    written(k, v, a, b, pos)
+    out = SDPA(q, a, b, attn_mask=mask)
+    written(out + k, v, c, d, pos)
+    return SDPA(out, c, d, attn_mask=mask)
+
+
+@pytest.mark.parametrize("share", [2.0, 0.0])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_sites_that_are_alike_make_their_memories_at_once(batch: int, share: float, monkeypatch: Any) -> None:
+    """As far as the scratch memory that it takes allows."""
+    monkeypatch.setattr(lower, "SCRATCH", share)
+    q, k, v, keys, values, pos = operands(batch=batch, query_heads=4, kv_heads=4)
+    recorded = record(two_sites, q, k, v, keys, values, keys.clone(), values.clone(), pos)
+    slow, _ = Lower(kernels=True).apply(compiled(recorded.module, "verify")).variants
+    nodes = list(slow.graph.nodes)
+    made = [n for n in nodes if n.target is torch.ops.sfi.refresh_rows.default]
+    dense = [n for n in nodes if n.target is torch.ops.sfi.dense_decode.default]
+    assert len(dense) == 2
+    if share:
+        assert nodes.index(made[0]) > nodes.index(dense[1])
+    lists = [[n for node in made for n in node.args[i]] for i in range(8)]
+    assert [len(found) for found in lists] == [2] * 8
+    assert len(made) == (1 if share else 2)
+    for i, of_dense in enumerate((1, 2, 3)):
+        assert [n.args for n in lists[i]] == [(node, of_dense) for node in dense]
+    for keys_of_site, memory in zip(lists[3], lists[6], strict=True):
+        [append] = [n for n in memory.users if n.target is torch.ops.sfi.append_rows.default]
+        assert append.args[0] is keys_of_site
 
 
 @pytest.mark.parametrize("batch", [1, 2])
