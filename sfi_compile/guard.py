@@ -110,21 +110,22 @@ class Reader:
         self.resting: dict[int, Tensor] | None = None  # where captured graphs read; empty: nothing can be captured
         self.captured: dict[Any, _Captured | None] = {}
 
-    def read(self, args: Sequence[Any], fingerprint: Tensor | None, settle: bool) -> Reading:
-        """The numbers of this step.
+    def ask(self, args: Sequence[Any], fingerprint: Tensor | None, settle: bool) -> Callable[[], Reading]:
+        """Ask for the numbers of this step; a GPU computes them while the host does something else.
 
         Args:
             args: the graph's inputs.
             fingerprint: the root's row at the position before the first; None: no row is to be compared.
             settle: whether what the last slow step left is to be read, too.
 
-        Raises:
-            IndexError: the position lies outside the cache.
+        Returns:
+            Waits for the answer; to be called before the next question. Raises IndexError where the position lies
+            outside the cache.
         """
         root = args[self.guard.root]
         ask = self._from_gpu if root.is_cuda else self._asked
-        values = ask({i: args[i] for i in self.moving}, root, fingerprint, settle)
-        return self._parsed(iter(values), fingerprint is not None, settle)
+        answer = ask({i: args[i] for i in self.moving}, root, fingerprint, settle)
+        return lambda: self._parsed(iter(answer()), fingerprint is not None, settle)
 
     def _questions(
         self, inputs: dict[int, Any], root: Tensor, fingerprint: Tensor | None, settle: bool
@@ -157,7 +158,7 @@ class Reader:
             before = torch.remainder(position.reshape(-1)[:1] - 1, root.shape[g.axis]).to(root.device)
             row = root.index_select(g.axis, before).squeeze(g.axis)
         else:
-            row = root.select(g.axis, position - 1)
+            row = root.select(g.axis, (position - 1) % root.shape[g.axis])
         same = row == fingerprint
         if g.batch_axis is None:
             return same.all().expand(g.batch)
@@ -188,7 +189,9 @@ class Reader:
             )
         return (first + length, last + length) if last < 0 else (first, last)  # counted from the end
 
-    def _from_gpu(self, inputs: dict[int, Any], root: Tensor, fingerprint: Tensor | None, settle: bool) -> list[int]:
+    def _from_gpu(
+        self, inputs: dict[int, Any], root: Tensor, fingerprint: Tensor | None, settle: bool
+    ) -> Callable[[], list[int]]:
         """The same numbers through a graph that is captured once for every cache and set of questions."""
         if self.resting is None:
             # Once: the kinds and devices of a graph's inputs never change.
@@ -213,9 +216,11 @@ class Reader:
             self.captured[key] = captured
         return captured.replay()
 
-    def _asked(self, inputs: dict[int, Any], root: Tensor, fingerprint: Tensor | None, settle: bool) -> list[int]:
+    def _asked(
+        self, inputs: dict[int, Any], root: Tensor, fingerprint: Tensor | None, settle: bool
+    ) -> Callable[[], list[int]]:
         parts = self._questions(inputs, root, fingerprint, settle)
-        return torch.cat(parts).tolist() if parts else []
+        return torch.cat(parts).tolist if parts else list
 
 
 class _Captured:
@@ -233,10 +238,13 @@ class _Captured:
         self.host = torch.empty(self.values.shape, dtype=self.values.dtype, pin_memory=True)
         self.done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def replay(self) -> list[int]:
-        """The numbers, once the device has computed them."""
+    def replay(self) -> Callable[[], list[int]]:
+        """Compute anew, and what waits for the numbers."""
         self.graph.replay()
         self.host.copy_(self.values, non_blocking=True)
         self.done.record()
+        return self._arrived
+
+    def _arrived(self) -> list[int]:
         self.done.synchronize()
         return self.host.tolist()

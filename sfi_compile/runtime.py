@@ -111,8 +111,10 @@ class DecodeRunner:
     def _decide(self, args: Sequence[Any]) -> tuple[int, list[Trigger | None], RowStatus]:
         """The step's last position, why each row must be slow (None: it may be fast), and what slow rows start from."""
         g = self.guard
-        trusted = self.next_position is not None and self._untouched(args)
-        read = self.reader.read(args, self.fingerprint if trusted else None, self.unsettled is not None)
+        remembered = self.next_position is not None
+        answer = self.reader.ask(args, self.fingerprint if remembered else None, self.unsettled is not None)
+        trusted = remembered and self._untouched(args)  # while a GPU computes the answer
+        read = answer()
         if self.unsettled is not None:
             self._settle(read.found)
         first, last = read.spans[0]

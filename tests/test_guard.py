@@ -25,8 +25,8 @@ class Replayed:
         Replayed.made += 1
         self.compute = compute
 
-    def replay(self) -> list[int]:
-        return torch.cat(self.compute()).tolist()
+    def replay(self) -> Callable[[], list[int]]:
+        return torch.cat(self.compute()).tolist
 
 
 def reader() -> Reader:
@@ -53,9 +53,9 @@ def test_captured_answers_are_the_eager_ones(monkeypatch: pytest.MonkeyPatch) ->
         fingerprint = root[:, :, at - 1].clone()
         fingerprint[1] += at == 4
         args = step(at, root, second=at + (at == 5))
-        wanted = reader().read(args, fingerprint, True)
+        wanted = reader().ask(args, fingerprint, True)()
         inputs = {i: args[i] for i in asked.moving}
-        got = asked._parsed(iter(asked._from_gpu(inputs, root, keep(asked, fingerprint), True)), True, True)
+        got = asked._parsed(iter(asked._from_gpu(inputs, root, keep(asked, fingerprint), True)()), True, True)
         assert got == wanted
         assert got.spans == ((at, at),)
         assert got.same == (True, at != 4)
@@ -89,7 +89,7 @@ def test_a_position_that_is_a_number_is_asked_eagerly(monkeypatch: pytest.Monkey
     count = dataclasses.replace(asked.guard, positions=lambda at: (torch.tensor([at]),), counters=(), tokens=None)
     asked = Reader(count, False, asked.found)
     for at in (3, 4, 5):
-        assert asked._from_gpu({FIRST: at}, root, None, False) == [at]
+        assert asked._from_gpu({FIRST: at}, root, None, False)() == [at]
     assert Replayed.made == 0
 
 
@@ -101,8 +101,11 @@ def test_positions_are_numbers_as_well_as_tensors() -> None:
     )  # fmt: skip
     asked = Reader(inputs, False, reader().found)
     for at in (3, 4):
-        got = asked.read([root, None, at, None], root[:, :, at - 1], False)
+        got = asked.ask([root, None, at, None], root[:, :, at - 1], False)()
         assert got.spans == ((at, at + 1), (at, at + 1), (at, at + 1), (7, 8))
         assert got.same == (True, True)
     with pytest.raises(IndexError, match="position 16 lies outside the cache, which holds 16"):
-        asked.read([root, None, 15, None], None, False)
+        asked.ask([root, None, 15, None], None, False)()
+    # Whatever row is compared meanwhile, this is what the user reads.
+    with pytest.raises(IndexError, match="position 18 lies outside the cache, which holds 16"):
+        asked.ask([root, None, 17, None], root[:, :, 3], False)()
