@@ -60,7 +60,7 @@ class DecodeRunner:
         """Position and reasons of a slow step of which nobody has read yet what it left."""
         self.next_position: int | None = None
         self.fingerprint: Tensor | None = None
-        self.marks: list[Any] = []
+        self.marks: tuple[list[int], list[int | None]] | None = None
         self.known: list[weakref.ref[Tensor]] = []
         self.lock = threading.Lock()
         self.warned: set[RowStatus] = set()
@@ -144,9 +144,14 @@ class DecodeRunner:
             return False  # another tensor, perhaps where the last one was
         return self.marks == self._marks(args)
 
-    def _marks(self, args: Sequence[Any]) -> list[Any]:
+    def _marks(self, args: Sequence[Any]) -> tuple[list[int], list[int | None]]:
+        """Address and version of everything watched; of inference tensors, which have no version, the address alone."""
         watched = [args[i] for i in self.guard.watched]
-        return [(t.data_ptr(), None if t.is_inference() else t._version) for t in watched]
+        addresses = [t.data_ptr() for t in watched]
+        try:
+            return addresses, [t._version for t in watched]
+        except RuntimeError:
+            return addresses, [None if t.is_inference() else t._version for t in watched]
 
     def _announce(self, position: int, why: list[Trigger | None], status: RowStatus) -> None:
         """Tell the device which rows are slow, and what they start from."""
