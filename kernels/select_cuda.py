@@ -35,6 +35,10 @@ class Tiles:
     """Rows of logits that it holds at once."""
     evidence_warps: int = 4
     """Warps of such a program."""
+    evidence_chunks: int = 4
+    """How often it does so."""
+    evidence_stages: int = 3
+    """How many chunks it holds or reads at once."""
     merged: int = 128
     """Chunks of evidence whose sums are added at once."""
     refine: int = 2048
@@ -43,12 +47,16 @@ class Tiles:
     """Fewest positions of them."""
     refine_lanes: int = 512
     """Positions times heads for each warp."""
-    sample: int = 1024
+    sample: int = 2048
     """Keys that a program counts, of one head."""
     choose: int = 2048
     """Keys that a program takes from, of one head (less than 2^15)."""
     choose_warps: int = 4
     """Warps of such a program."""
+    choose_chunks: int = 8
+    """How often it does so."""
+    choose_stages: int = 3
+    """How many chunks it holds or reads at once."""
     listed: int = 4096
     """Keys of a list that are looked at together."""
     listed_warps: int = 8
@@ -137,11 +145,12 @@ def select_rows(
     norm_scale = spec.norm_weight * spec.norm_gamma
     inputs = addresses.table([*logits, *lse, *log_norm])
     sizes = (batch, sites, size)
-    scores.evidence[chunks, heads, every](
+    scores.evidence[-(-chunks // tiles.evidence_chunks), heads, every](
         inputs.addresses, log_position, *which, mean, partials, bins, listed,
         *sizes, chunks, *logits[0].stride()[:3], norm_scale, spec.alpha, 1.0 / (spec.alpha or 1.0),
         rows=rows, block_r=min(power_of_two(rows), tiles.evidence_rows), block=tiles.evidence,
-        geometric=spec.alpha == 0, n_bins=BINS, aligned=inputs.aligned, **arithmetic, num_warps=tiles.evidence_warps,
+        geometric=spec.alpha == 0, n_bins=BINS, aligned=inputs.aligned, **arithmetic,
+        per=tiles.evidence_chunks, stages=tiles.evidence_stages, num_warps=tiles.evidence_warps,
     )  # fmt: skip
     clip = spec.lambda_clip if rows == 1 else spec.lambda_clip_multi
     scores.weigh[heads, every](
@@ -170,14 +179,13 @@ def select_rows(
         scores.refine_wide[stretches, every](
             log_s, peak, log_position, *which, keys, batch, size, *refining, exclusive=exclusive, **shape, **arithmetic
         )
-    each = (pieces, heads, every)
     wanted = sample_rank(k)
     top_k.sample[-(-size // (SAMPLED * tiles.sample)), heads, every](
         keys, *which, bins, batch, size, heads, block=tiles.sample, num_warps=4
     )
-    top_k.gather[each](
+    top_k.gather[-(-pieces // tiles.choose_chunks), heads, every](
         keys, *which, bins, listed, segments, list_key, list_at, batch, size, pieces, heads, wanted,
-        block=tiles.choose, num_warps=tiles.choose_warps,
+        block=tiles.choose, per=tiles.choose_chunks, stages=tiles.choose_stages, num_warps=tiles.choose_warps,
     )  # fmt: skip
     top_k.threshold[heads, every](
         keys, *which, bins, listed, segments, list_key, list_at, cut, before, selected,
@@ -185,7 +193,7 @@ def select_rows(
         chunk=tiles.choose, block=tiles.listed, block_c=max(power_of_two(pieces), 32), block_k=1024,
         num_warps=tiles.listed_warps,
     )  # fmt: skip
-    top_k.write[each](
+    top_k.write[pieces, heads, every](
         *which, segments, list_key, list_at, cut, before, selected, batch, size, pieces, heads, k,
         chunk=tiles.choose, block=tiles.written, num_warps=2,
     )  # fmt: skip

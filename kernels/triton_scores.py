@@ -76,33 +76,17 @@ def log2(x, fast: tl.constexpr):
 
 
 @triton.jit
-def evidence(
-    inputs, log_position, slow_rows, status, extent, mean, partials, bins, listed,
-    batch, sites, size, chunks, stride_b, stride_h, stride_r, norm_scale, alpha, per_alpha, aligned: tl.constexpr,
-    heads: tl.constexpr, rows: tl.constexpr, block_r: tl.constexpr, block: tl.constexpr, geometric: tl.constexpr,
-    n_bins: tl.constexpr, fast: tl.constexpr,
+def log_mean(
+    logits, lse, t, read, uniform, stride_r, alpha, per_alpha,
+    rows: tl.constexpr, block_r: tl.constexpr, block: tl.constexpr, geometric: tl.constexpr, fast: tl.constexpr,
 ):  # fmt: skip
-    """Log of the power mean over the rows, the partial sums of the chunk, and zero in what is counted later."""
-    chunk, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    site, row = b // batch, b % batch
-    length = length_of(slow_rows, status, extent, row)
-    if chunk * block >= length:
-        return
-    head, own_head = (b * heads + h).to(tl.int64), (row * heads + h).to(tl.int64)
-    t = chunk * block + tl.arange(0, block)
-    read = t < read_until(length, size)
-    place = tl.load(log_position + row.to(tl.int64) * size + t, read, other=NEG_INF)
-    place = tl.where(t < length, place, NEG_INF)
-    logits, lse = at(inputs, site, mean, aligned), at(inputs, sites + site, mean, aligned)
-    norm = tl.load(at(inputs, 2 * sites + site, mean, aligned) + own_head * size + t, read, other=0.0)
-    uniform = -tl.log(length.to(tl.float32))
-    logits += row.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
+    """Log of the power mean over the rows at positions t. What all positions share, the renormalisation takes out."""
     largest = tl.full([block], ZERO, tl.float32)
     total = tl.zeros([block], tl.float32)
     for r0 in range(0, rows, block_r):
         r = r0 + tl.arange(0, block_r)
         real = r < rows
-        z = tl.load(lse + own_head * rows + r, real, other=0.0)[:, None]
+        z = tl.load(lse + r, real, other=0.0)[:, None]
         x = tl.load(
             logits + r.to(tl.int64)[:, None] * stride_r + t[None, :],
             real[:, None] & read[None, :],
@@ -118,29 +102,64 @@ def evidence(
                 total *= exp2((largest - peak) * (alpha * LOG2E), fast)
             total += tl.sum(exp2((log_p - peak[None, :]) * (alpha * LOG2E), fast), 0)
             largest = peak
-    # A factor that all positions share, the number of rows, is taken out by the renormalisation.
     if geometric:
-        log_f = total * (LOG2E / rows)
+        found = total * (LOG2E / rows)
     else:
-        log_f = largest * LOG2E + log2(total, fast) * per_alpha
-    log_f = tl.where(place > NEG_INF, tl.maximum(log_f, ZERO), ZERO)
-    log_r = tl.where(place > NEG_INF, place * LOG2E - norm * (norm_scale * LOG2E), ZERO)
-    tl.store(mean + head * size + t, log_f, read)
+        found = largest * LOG2E + log2(total, fast) * per_alpha
+    return found
 
-    # Two reductions over the chunk, not seven.
-    tops = tl.max(tl.join(log_f, log_r), 0)
-    top_f, top_r = tl.split(tops)
-    f, r = exp2(log_f - top_f, fast), exp2(log_r - top_r, fast)
-    first, second = tl.join(tl.join(f, r * r), tl.join(f * f, f)), tl.join(tl.join(r, f), tl.join(f * r, f))
-    sums = tl.sum(tl.join(first, second), 0)
-    place_of = partials + (head * chunks + chunk) * PARTIALS
-    slot = tl.arange(0, 2)[:, None, None] * 4 + tl.arange(0, 2)[None, :, None] * 2 + tl.arange(0, 2)[None, None, :]
-    tl.store(place_of + slot, sums, slot < 5)
-    tl.store(place_of + 5, top_f)
-    tl.store(place_of + 6, top_r)
-    if chunk == 0:
+
+@triton.jit
+def evidence(
+    inputs, log_position, slow_rows, status, extent, mean, partials, bins, listed,
+    batch, sites, size, chunks, stride_b, stride_h, stride_r, norm_scale, alpha, per_alpha, aligned: tl.constexpr,
+    heads: tl.constexpr, rows: tl.constexpr, block_r: tl.constexpr, block: tl.constexpr, geometric: tl.constexpr,
+    n_bins: tl.constexpr, fast: tl.constexpr, per: tl.constexpr, stages: tl.constexpr,
+):  # fmt: skip
+    """Log of the power mean over the rows, the partial sums of each chunk, and zero in what is counted later.
+
+    A program takes `per` chunks, reading the next while it works on one.
+    """
+    first, h, b = tl.program_id(0) * per, tl.program_id(1), tl.program_id(2)
+    site, row = b // batch, b % batch
+    logits, lse = at(inputs, site, mean, aligned), at(inputs, sites + site, mean, aligned)
+    log_norm = at(inputs, 2 * sites + site, mean, aligned)
+    length = length_of(slow_rows, status, extent, row)
+    if first * block >= length:
+        return
+    head, own_head = (b * heads + h).to(tl.int64), (row * heads + h).to(tl.int64)
+    logits += row.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
+    lse += own_head * rows
+    log_norm += own_head * size
+    log_position += row.to(tl.int64) * size
+    uniform = -tl.log(length.to(tl.float32))
+    if first == 0:
         tl.store(bins + head * n_bins + tl.arange(0, n_bins), tl.zeros([n_bins], tl.int32))
         tl.store(listed + head, 0)
+    for chunk in tl.range(first, tl.minimum(first + per, tl.cdiv(length, block)), num_stages=stages):
+        t = chunk * block + tl.arange(0, block)
+        read = t < read_until(length, size)
+        place = tl.load(log_position + t, read, other=NEG_INF)
+        place = tl.where(t < length, place, NEG_INF)
+        norm = tl.load(log_norm + t, read, other=0.0)
+        log_f = log_mean(
+            logits, lse, t, read, uniform, stride_r, alpha, per_alpha, rows, block_r, block, geometric, fast
+        )
+        log_f = tl.where(place > NEG_INF, tl.maximum(log_f, ZERO), ZERO)
+        log_r = tl.where(place > NEG_INF, place * LOG2E - norm * (norm_scale * LOG2E), ZERO)
+        tl.store(mean + head * size + t, log_f, read)
+
+        # Two reductions over the chunk, not seven.
+        tops = tl.max(tl.join(log_f, log_r), 0)
+        top_f, top_r = tl.split(tops)
+        f, r = exp2(log_f - top_f, fast), exp2(log_r - top_r, fast)
+        one, two = tl.join(tl.join(f, r * r), tl.join(f * f, f)), tl.join(tl.join(r, f), tl.join(f * r, f))
+        sums = tl.sum(tl.join(one, two), 0)
+        to = partials + (head * chunks + chunk) * PARTIALS
+        slot = tl.arange(0, 2)[:, None, None] * 4 + tl.arange(0, 2)[None, :, None] * 2 + tl.arange(0, 2)[None, None, :]
+        tl.store(to + slot, sums, slot < 5)
+        tl.store(to + 5, top_f)
+        tl.store(to + 6, top_r)
 
 
 @triton.jit

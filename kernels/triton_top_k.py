@@ -66,32 +66,35 @@ def digit_of_kth(counts, k, digits: tl.constexpr):
 @triton.jit
 def gather(
     keys, slow_rows, status, extent, bins, listed, segments, list_key, list_at,
-    batch, size, chunks, heads, wanted,
-    block: tl.constexpr,
+    batch, size, chunks, heads, wanted, block: tl.constexpr, per: tl.constexpr, stages: tl.constexpr,
 ):  # fmt: skip
-    """Appends the keys of a chunk that are in the range with the `wanted`-th of the sample, or above, to the list.
+    """Appends the keys that are in the range with the `wanted`-th of the sample, or above, to the list.
 
-    Ascending; where in the list, and how many, goes to `segments` [sites * B, H, 2, chunks].
+    Ascending in a chunk; where in the list, and how many, goes to `segments` [sites * B, H, 2, chunks]. A program takes
+    `per` chunks, reading the next while it works on one.
     """
-    chunk, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    length = length_of(slow_rows, status, extent, b % batch)
-    if chunk * block >= length:
-        return
+    first, h, b = tl.program_id(0) * per, tl.program_id(1), tl.program_id(2)
     head = (b * heads + h).to(tl.int64)
-    t = chunk * block + tl.arange(0, block // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    key = tl.load(keys + head * size + t, t < read_until(length, size), other=NO_KEY)
-    lowest, _ = digit_of_kth(tl.load(bins + head * BINS + tl.arange(0, BINS)), wanted, BINS)
+    counts = tl.load(bins + head * BINS + tl.arange(0, BINS))
+    length = length_of(slow_rows, status, extent, b % batch)
+    if first * block >= length:
+        return
+    lowest, _ = digit_of_kth(counts, wanted, BINS)
     # All candidates if it is the first range, or if there are fewer.
-    keep = (key >= tl.where(lowest > 0, (lowest + BIN_BASE) << BIN_SHIFT, NO_KEY + 1)).to(tl.int32)
-    of_four = tl.sum(keep, 1)
-    ranks = tl.cumsum(of_four, 0)
-    found = tl.max(ranks, 0)
-    first = tl.atomic_add(listed + head, found, sem="relaxed")
-    tl.store(segments + head * 2 * chunks + chunk, first)
-    tl.store(segments + (head * 2 + 1) * chunks + chunk, found)
-    slot = first + (ranks - of_four)[:, None] + tl.cumsum(keep, 1) - keep
-    tl.store(list_key + head * size + slot, key, keep > 0)
-    tl.store(list_at + head * size + slot, t, keep > 0)
+    least = tl.where(lowest > 0, (lowest + BIN_BASE) << BIN_SHIFT, NO_KEY + 1)
+    for chunk in tl.range(first, tl.minimum(first + per, tl.cdiv(length, block)), num_stages=stages):
+        t = chunk * block + tl.arange(0, block // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
+        key = tl.load(keys + head * size + t, t < read_until(length, size), other=NO_KEY)
+        keep = (key >= least).to(tl.int32)
+        of_four = tl.sum(keep, 1)
+        ranks = tl.cumsum(of_four, 0)
+        found = tl.max(ranks, 0)
+        begin = tl.atomic_add(listed + head, found, sem="relaxed")
+        tl.store(segments + head * 2 * chunks + chunk, begin)
+        tl.store(segments + (head * 2 + 1) * chunks + chunk, found)
+        slot = begin + (ranks - of_four)[:, None] + tl.cumsum(keep, 1) - keep
+        tl.store(list_key + head * size + slot, key, keep > 0)
+        tl.store(list_at + head * size + slot, t, keep > 0)
 
 
 @triton.jit
