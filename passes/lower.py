@@ -111,6 +111,7 @@ def _on_device(graph: fx.Graph, tracer: Tracer) -> None:
     by_products: dict[fx.Node, tuple[fx.Node, ...]] = {}
     appends: dict[Any, tuple[Any, ...]] = {}
     still: dict[fx.Node, fx.Node] = {}
+    settled: set[Any] = set()
     packs: dict[Any, fx.Node] = {n.args[8]: n for n in nodes if n.target is _SFI.pack.default}
     slow_rows = next((n.args[4] for n in nodes if n.target is _SFI.dense_attention.default), None)
     for node in nodes:
@@ -132,7 +133,11 @@ def _on_device(graph: fx.Graph, tracer: Tracer) -> None:
                 number = None if fill is None else constant_of(fill)
                 form = (*arguments[9:11], *_DEFAULTS[len(arguments[9:11]) :], number)
                 out, *found = _parts(graph, 4, _SFI.dense_decode.default, *attended, scale, *form)
-                tracer.inline(graph, device.settle, (out, *attended[4:], status, context))
+                tracer.inline(graph, device.settle, (out, *attended[4:], status))
+                # Once for all layers of one mask: again, it changes nothing.
+                if (found_in := (_part(attended[5]), context)) not in settled:
+                    tracer.inline(graph, device.settle_context, (*attended[4:], context))
+                    settled.add(found_in)
                 _replace(node, (out, found[0]))
                 by_products[found[0]] = tuple(found)
             elif node.target is _SFI.pack.default and arguments[8] not in appends:
@@ -163,7 +168,7 @@ def _together(packs: list[fx.Node]) -> list[list[fx.Node]]:
         arguments: tuple[Any, ...] = pack.args
         k, v, select, frame, slow_rows, status, sink, *memory = arguments
         own = tuple(_description(n) for n in (k, v, select.args[0], *memory))
-        shared = tuple(n.args if n.target is operator.getitem else n for n in (frame, *select.args[4:6]))
+        shared = tuple(_part(n) for n in (frame, *select.args[4:6]))
         groups.setdefault((*shared, slow_rows, status, sink, select.args[6], own), []).append(pack)
         cached += sum(example(n).nbytes for n in (k, v))
     found = []
@@ -175,6 +180,11 @@ def _together(packs: list[fx.Node]) -> list[list[fx.Node]]:
         each = math.ceil(len(group) / parts)
         found += [group[i : i + each] for i in range(0, len(group), each)]
     return found
+
+
+def _part(node: fx.Node) -> Any:
+    """What is the same for two nodes that stand for the same part of an operator's results."""
+    return node.args if node.target is operator.getitem else node
 
 
 def _refresh(graph: fx.Graph, packs: list[fx.Node], by_products: dict[fx.Node, tuple[fx.Node, ...]]) -> None:

@@ -46,14 +46,22 @@ def filled(
     return length if slow_rows is None else length.masked_fill(slow_rows, 0)
 
 
-def settle(out: Tensor, slow_rows: Tensor, extent: Tensor, status: Tensor, context: Tensor) -> None:
-    """What `sfi::dense_attention` finds in the slow rows, from its output [B, Hq, Q, Dv]; made to be traced."""
+def settle(out: Tensor, slow_rows: Tensor, extent: Tensor, status: Tensor) -> None:
+    """What `sfi::dense_attention` finds in the slow rows, from its output [B, Hq, Q, Dv]; made to be traced.
+
+    Reads the status, which is never negative, in one place: Inductor writes all that is computed from one out at every
+    reader, so with two readers a layer the last layer's code would be 2^layers long.
+    """
     valid, _, ahead = extent.unbind(1)
     finite = out.isfinite().flatten(1).all(1)
     short, broken, early = (int(s) for s in (RowStatus.SHORT, RowStatus.NOT_FINITE, RowStatus.AHEAD))
     found = torch.where(finite, torch.where(ahead > 0, early, torch.where(valid > 0, 0, short)), broken)
-    status.copy_(torch.where(slow_rows, torch.maximum(status, found), status))
-    context.copy_(torch.where(slow_rows, torch.maximum(context, valid), context))
+    status.copy_(torch.maximum(status, torch.where(slow_rows, found, 0)))
+
+
+def settle_context(slow_rows: Tensor, extent: Tensor, context: Tensor) -> None:
+    """The same of the slow rows' context, which depends on the mask alone; made to be traced."""
+    context.copy_(torch.maximum(context, torch.where(slow_rows, extent[:, 0], 0)))
 
 
 @operator()
