@@ -188,20 +188,23 @@ def _bias(shape: MemoryShape, held: Any, mask: Any) -> Any:
 
 
 def _merge(shape: MemoryShape, splits: int, partial: Any, sinks: Any, dtype: torch.dtype) -> Any:
-    """[B, Hq, Q, Dv] from the splits' results, weighted by their sums of exponentials; sinks add to the sum."""
+    """[B, Hq, Q, Dv] from the splits' results, weighted by their sums of exponentials; sinks add to the sum.
+
+    Computed as the template's output lies, [B, Hkv, G * Q, Dv], which is the same in memory: indices with quotients
+    take Inductor long to analyse.
+    """
     ops = inductor.operators()
     load = inductor.loader(partial)
     group = shape.query_heads // shape.kv_heads
     load_sinks = None if sinks is None else inductor.loader(sinks)
     sink_sizes = () if sinks is None else inductor.shape_of(sinks)
 
-    def body(b: Any, head: Any, i: Any, d: Any) -> Any:
-        kv_head = inductor.quotient(head, group)
-        row = inductor.remainder(head, group) * shape.queries + i
+    def body(b: Any, kv_head: Any, row: Any, d: Any) -> Any:
         zero = ops.constant(0.0, torch.float32)
         logs = [load(b, kv_head, s, row, shape.value_dim) for s in range(splits)]
         columns = []
         if load_sinks is not None:
+            head, i = kv_head * group + inductor.quotient(row, shape.queries), inductor.remainder(row, shape.queries)
             at = [index if size > 1 else 0 for index, size in zip((b, head, i), sink_sizes[:3], strict=True)]
             columns = [ops.to_dtype(load_sinks(*at, c), torch.float32) for c in range(sink_sizes[3])]
         top = functools.reduce(ops.maximum, [*logs, *columns])
@@ -212,5 +215,6 @@ def _merge(shape: MemoryShape, splits: int, partial: Any, sinks: Any, dtype: tor
         parts = [ops.mul(weights[s], load(b, kv_head, s, row, d)) for s in range(splits)]
         return ops.to_dtype(ops.truediv(functools.reduce(ops.add, parts), total), dtype)
 
-    sizes = (shape.batch, shape.query_heads, shape.queries, shape.value_dim)
-    return inductor.pointwise(sizes, dtype, inductor.device_of(partial), body)
+    sizes = (shape.batch, shape.kv_heads, shape.rows, shape.value_dim)
+    merged = inductor.pointwise(sizes, dtype, inductor.device_of(partial), body)
+    return inductor.viewed(merged, (shape.batch, shape.query_heads, shape.queries, shape.value_dim))

@@ -226,8 +226,12 @@ def _slow_branch(b: Builder, n: dict[str, fx.Node], site: Site, work: Work) -> f
         dense = b.call(torch.ops.aten.ne.Scalar, status, int(RowStatus.READY))
     if remembered is None:
         return out
-    flags = b.call(torch.ops.aten.reshape.default, dense, [site.batch, 1, 1, 1])
-    return b.call(torch.where, flags, out, remembered)
+    # By KV head, as attention over the memory leaves its result: indices with quotients take Inductor long to analyse.
+    by_group = [site.batch, site.kv_heads, site.group, site.query_len, site.value_dim]
+    flags = b.call(torch.ops.aten.reshape.default, dense, [site.batch, 1, 1, 1, 1])
+    found = (b.call(torch.ops.aten.reshape.default, x, by_group) for x in (out, remembered))
+    chosen = b.call(torch.where, flags, *found)
+    return b.call(torch.ops.aten.reshape.default, chosen, list(example(out).shape))
 
 
 def _parts(b: Builder, count: int, target: Any, *args: Any) -> tuple[fx.Node, ...]:

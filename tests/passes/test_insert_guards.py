@@ -101,10 +101,13 @@ def test_in_a_batch_the_slow_branch_serves_fast_rows_from_memory() -> None:
     order = ["append", "memory_attention", "frame", "dense_attention", "select", "pack", "where"]
     found = [line.split(" = ")[0] for line in lines]
     assert [name for name in found if name in order] == order, "appended first: `pack` has the last word on slow rows"
-    assert lines[-3:] == [
-        "reshape = aten.reshape(sfi_slow_rows, [2, 1, 1, 1])",
-        "where = where(reshape, getitem_4, memory_attention)",
-        "return (where)",
+    assert lines[-6:] == [
+        "reshape = aten.reshape(sfi_slow_rows, [2, 1, 1, 1, 1])",
+        "reshape_2 = aten.reshape(getitem_4, [2, 1, 1, 1, 2])",
+        "reshape_3 = aten.reshape(memory_attention, [2, 1, 1, 1, 2])",
+        "where = where(reshape, reshape_2, reshape_3)",
+        "reshape_4 = aten.reshape(where, [2, 1, 1, 2])",
+        "return (reshape_4)",
     ]
 
 
