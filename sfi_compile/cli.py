@@ -165,6 +165,9 @@ def bench(
     against: Annotated[
         str, typer.Option(help="On a GPU, what to compare with: dense, flash, kernel, by commas; or none.")
     ] = "dense,flash,kernel",
+    profile: Annotated[
+        bool, typer.Option("--profile", help="On a GPU, profile the others, too; what comes after is slower then.")
+    ] = False,
     plot: Annotated[Path | None, typer.Option(help="PNG of throughput and speed-up against context.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights, cache and tokens.", **_whole(0))] = 0,
     dtype: BenchDtype = "auto",
@@ -201,7 +204,7 @@ def bench(
     shapes = tuple(name.strip() for name in shape.split(","))
     place = models.parse_device(device)
     numeric = models.parse_dtype({"cuda": "bfloat16", "cpu": "float32"}[place] if dtype == "auto" else dtype)
-    more = seed, step_tokens, layers, parse_ways(against)
+    more = seed, step_tokens, layers, parse_ways(against), profile
     settings = BenchSettings(shapes, batches, contexts, new_tokens, numeric, place, options, *more)
     with screen.busy("starting"):
         result = run_bench(settings, screen.describe, functools.partial(report.write_json, json))

@@ -2,7 +2,9 @@
 
 The ways: `dense` (what a user of transformers gets: static cache, CUDA graphs), `flash` and `kernel` (the best dense
 that can be had, see `lab.best_dense`), and `sfi`. They run one after the other: no GPU holds two long caches, and one
-that does nothing else is steady enough. Imports the package's public names, compat and the lab.
+that does nothing else is steady enough. A way is timed at all contexts before it is profiled at any, and unless asked
+otherwise only `sfi`, which comes last, is: once torch's profiler has run, launches take longer (on an H200, 0.5 ms more
+for a step of 500 kernels), and they go on doing so. Imports the package's public names, compat and the lab.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from sfi_compile.lab.shapes import Shape, build, cache_bytes, filled_cache, rewi
 
 DENSE_STEPS = 16
 PROFILED_STEPS = 4
+PROFILE_WARM_STEPS = 2
 PER_CONTEXT = ("dense", "flash")
 """Ways whose graph depends on the context."""
 MODE = "reduce-overhead"
@@ -41,10 +44,10 @@ class Found:
     """Median by kind of step: dense, or slow and fast."""
     natural: list[float]
     """All measured steps as they came, ms."""
-    profile: dict[str, dict[str, Any]]
-    """By kind of step, of `lab.profile.kernels_of`."""
     stats: sfi_compile.Stats | None
     """Counters of the measured steps."""
+    profile: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    """By kind of step, of `lab.profile.kernels_of`."""
     peak_bytes: int = 0
     """Most that was allocated at once beside model and cache."""
     compile_s: float | None = None
@@ -71,7 +74,7 @@ def measure_on_gpu(
         keep: is given all rows after every measurement; what is still to come is None.
     """
     width, contexts = settings.step_tokens, sorted(settings.contexts)
-    steps = WARM_STEPS + settings.new_tokens + 2 * PROFILED_STEPS + FORCED_SLOW_STEPS
+    steps = max(WARM_STEPS + settings.new_tokens + FORCED_SLOW_STEPS, PROFILE_WARM_STEPS + 2 * PROFILED_STEPS)
     longest = contexts[-1] + steps * width
     status("building the decoder")
     model = build(shape, settings.dtype, settings.device, longest)
@@ -101,6 +104,12 @@ def measure_on_gpu(
             one.sites, one.memory_bytes, one.cache_bytes = decoder.sites(), decoder.memory_bytes(), cache_bytes(own)
             about(", ".join(f"{kind} {number(ms, '.4g')} ms" for kind, ms in one.ms.items()))
             keep([_row(shape, batch, c, settings, bandwidth, weights, found[c]) for c in contexts])
+        for context in contexts if way not in PER_CONTEXT else contexts[-1:]:
+            if decoder is not None and (settings.profile or way == settings.ways[-1]):
+                tell(status, f"{way}, context {context}", "profiling")
+                rewind(own, context)
+                found[context][way].profile = _profile(way, decoder, tokens)
+                keep([_row(shape, batch, c, settings, bandwidth, weights, found[c]) for c in contexts])
         if way == "flash":
             model.set_attn_implementation("sdpa")
     forget_graphs()
@@ -176,17 +185,32 @@ def _run(way: str, decoder: Decoder, tokens: torch.Tensor, new_tokens: int, stat
         step()
     natural = decoder.steps[first:]
     stats = sfi_compile.stats() if way == "sfi" else None
-    if stats is None:
-        ms = {"dense": _ms(natural)}
-        profile = {"dense": kernels_of(step, PROFILED_STEPS)}
-    else:
+    ms = {"dense": _ms(natural)}
+    if stats is not None:
         forced = len(decoder.steps)
         for _ in range(FORCED_SLOW_STEPS):
             slow_step()
         ms = {"slow": _ms(decoder.steps[forced:]), "fast": _ms([s for s in natural if s.kind == "fast"])}
-        # After a refresh come fast steps: no boundary counts before the smallest gap.
-        profile = {"slow": kernels_of(slow_step, PROFILED_STEPS), "fast": kernels_of(step, PROFILED_STEPS)}
-    return Found(ms, [1e3 * s.seconds for s in natural], profile, stats)
+    return Found(ms, [1e3 * s.seconds for s in natural], stats)
+
+
+def _profile(way: str, decoder: Decoder, tokens: torch.Tensor) -> dict[str, dict[str, Any]]:
+    """Where the time of each kind of step goes, from a context to which the cache was rewound."""
+    stream = iter(tokens)
+
+    def step() -> None:
+        decoder.step(next(stream))
+
+    def slow_step() -> None:
+        sfi_compile.reset()
+        step()
+
+    if way != "sfi":
+        return {"dense": kernels_of(step, PROFILED_STEPS)}
+    for _ in range(PROFILE_WARM_STEPS):
+        slow_step()  # what the guard asks of an invalid memory is captured when it is asked again
+    # After a refresh come fast steps: no boundary counts before the smallest gap.
+    return {"slow": kernels_of(slow_step, PROFILED_STEPS), "fast": kernels_of(step, PROFILED_STEPS)}
 
 
 def _ms(steps: list[Step]) -> float | None:

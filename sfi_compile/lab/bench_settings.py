@@ -40,6 +40,8 @@ class BenchSettings:
     """Only so many layers of each shape, for a quick look."""
     ways: tuple[str, ...] = WAYS
     """On a GPU: what to measure."""
+    profile: bool = False
+    """On a GPU: say of every way where its time goes, not of sfi alone. Ways that come after are slower then."""
 
     def backend_options(self, vocabulary: int) -> dict[str, Any]:
         """Options of `backend="sfi"`. A fast step is to be measured also where the default would rather stay dense."""

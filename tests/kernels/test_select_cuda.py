@@ -5,6 +5,7 @@ What must not be read holds NaN: rows that do not refresh, what lies past a row'
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 
@@ -187,6 +188,39 @@ def test_evidence_that_is_nothing_everywhere_chooses_the_first_candidates() -> N
     assert all(len(chosen_of(of_head)) == 4 for of_head in found)
 
 
+def _select_all(sites: list[list[Tensor]], spec: SelectorSpec, tiles: Tiles) -> Tensor:
+    own = [[site[i] for site in sites] for i in range(3)]
+    return select_cuda.select_rows(*own, *sites[0][3:], spec, tiles)
+
+
+@pytest.mark.parametrize("window", [4, 30])
+def test_several_sites_at_once_are_each_of_them_alone(window: int) -> None:
+    """Bit for bit, with rows of all kinds, in tensors that lie anywhere and with a site whose keys are all equal."""
+    spec, n = spec_with(k_head=9, nms_window=window), 49
+    sites = []
+    for seed, kind in enumerate(("normal", "quantised", "equal", "dominant")):
+        rows = [row_of(3 * seed + b, 3, 2, n, spec, extent=(49, 20, 33)[b], kind=kind) for b in range(3)]
+        rows[1].refreshes = False
+        sites.append(operands(rows))
+    for site in sites:
+        site[3:] = sites[0][3:]  # one mask
+    found = interpreted(_select_all, sites, spec, SMALL)
+    assert found.shape == (4, 3, 3, 9)
+    assert all(
+        torch.equal(of_site, interpreted(_select, site, spec, SMALL))
+        for site, of_site in zip(sites, found, strict=True)
+    )
+    assert len({tuple(of_site.flatten().tolist()) for of_site in found}) == 4
+
+
+def test_sites_of_different_strides_are_refused() -> None:
+    spec = spec_with(k_head=9)
+    one, other = (operands([row_of(0, 3, 2, 49, spec)]) for _ in range(2))
+    other[0] = other[0].transpose(1, 2).contiguous().transpose(1, 2)
+    with pytest.raises(ValueError, match=r"logits have strides .* allowed: the same at all sites"):
+        _select_all([one, other], spec, SMALL)
+
+
 def sampled(n: int) -> Tensor:
     """Which positions are in the sample: of eight runs of eight positions, one. Bool [n]."""
     t = torch.arange(n)
@@ -242,6 +276,34 @@ def test_packs_the_rows_that_refresh() -> None:
         support.copy_rows(expected[0][b], (k[b], expected[1][b]), (v[b], expected[2][b]))
     for found, right in zip((held, mem_k, mem_v), expected, strict=True):
         assert torch.equal(found, right)
+
+
+def test_packs_several_sites_at_once() -> None:
+    g = torch.Generator().manual_seed(0)
+    n, sink, chosen, slots = 30, 3, 7, 21
+    flags = torch.tensor([True, False]), torch.tensor([0, 0])
+    frame = torch.randint(-1, n, (2, slots), generator=g)
+    sites = []
+    for _ in range(3):
+        k, v = (torch.randn(2, 2, n, width, generator=g) for width in (6, 5))
+        selected = torch.randint(0, n, (2, 2, chosen), generator=g).sort(-1).values
+        memory = [torch.full((2, 2, slots), 99), *(torch.full((2, 2, slots, width), 99.0) for width in (6, 5))]
+        sites.append((k, v, selected, memory))
+    blank = copy.deepcopy(sites)
+    found = interpreted(_pack_all, sites, frame, *flags, sink)
+    for (k, v, selected, memory), of_site in zip(blank, found, strict=True):
+        alone = interpreted(_pack, k, v, selected, frame, *flags, sink, *memory)
+        assert all(map(torch.equal, of_site, alone))
+        assert [bool((of_site[0][b] == 99).all()) for b in range(2)] == [False, True]
+
+
+def _pack_all(
+    sites: list[tuple[Tensor, Tensor, Tensor, list[Tensor]]], frame: Tensor, slow: Tensor, status: Tensor, sink: int
+) -> list[list[Tensor]]:
+    k, v, selected, memory = zip(*sites, strict=True)
+    held, mem_k, mem_v = zip(*memory, strict=True)
+    pack_cuda.pack_rows(k, v, torch.stack(selected), frame, slow, status, sink, held, mem_k, mem_v)
+    return list(memory)
 
 
 def _pack(*arguments: Tensor) -> tuple[Tensor, ...]:
