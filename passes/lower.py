@@ -24,7 +24,7 @@ from sfi_compile.compat.dynamo import example, fake_mode_of, module_path
 from sfi_compile.kernels import lowering
 from sfi_compile.ops import device
 from sfi_compile.ops.slow import parse_spec
-from sfi_compile.passes import linears
+from sfi_compile.passes import counters, linears
 from sfi_compile.passes.base import Pass, VerificationError, Work
 from sfi_compile.passes.shapes import constant_of
 from sfi_compile.site import Rejection
@@ -68,6 +68,7 @@ class Lower(Pass):
             if kernels:
                 _on_device(module.graph, tracer)
                 linears.combine(module.graph)
+                counters.combine(module.graph)
             for node in [n for n in module.graph.nodes if n.target in bodies]:
                 if node.kwargs:
                     raise VerificationError(f"{node.format_node()}: positional arguments only")
