@@ -214,9 +214,10 @@ def _slow_branch(b: Builder, n: dict[str, fx.Node], site: Site, work: Work) -> f
     rows, status = n["sfi_slow_rows"], n["sfi_status"]
     # Of a policy that chooses at every step, all rows are slow, and attend to what was chosen.
     at_once = policies.parse(work.config.policy).reads_memory
-    # Fast rows first: `pack` then rewrites the memory of the slow rows, whatever was appended to it.
-    remembered = _fast_branch(b, n, site, work) if site.batch > 1 and not at_once else None
+    # Dense first: keys and values that are computed are then a tensor already, and the append reads that one. Fast rows
+    # before `pack`, which rewrites the memory of the slow rows, whatever was appended to it.
     out, logits, extent, log_position, held = _dense(b, n, site, work)
+    remembered = _fast_branch(b, n, site, work) if site.batch > 1 and not at_once else None
     selected = b.call(sfi.select.default, logits, n["k"], rows, status, extent, log_position, spec)
     memory = (n["sfi_held"], n["sfi_mem_k"], n["sfi_mem_v"])
     b.call(sfi.pack.default, n["k"], n["v"], selected, held, rows, status, work.config.sink, *memory)

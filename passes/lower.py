@@ -26,6 +26,7 @@ from sfi_compile.ops import device
 from sfi_compile.ops.slow import parse_spec
 from sfi_compile.passes import counters, linears
 from sfi_compile.passes.base import Pass, VerificationError, Work
+from sfi_compile.passes.dataflow import DataFlow
 from sfi_compile.passes.shapes import constant_of
 from sfi_compile.site import Rejection
 
@@ -38,6 +39,8 @@ _DEFAULTS = (0.0, None)
 """Softcap and sinks of `sfi::memory_attention`, which come before its length."""
 SCRATCH = 0.035
 """Share of the KV cache that may be taken by what several sites select from, and by the selector beside it."""
+MOST_PROGRAMS = 2**16 - 1
+"""Along the axis of a grid that counts sites times rows."""
 SELECTOR_COLUMNS = 4
 """Numbers of 4 bytes for each position and KV head, beside the logits: log-norms and the selector's three arrays."""
 
@@ -145,7 +148,7 @@ def _on_device(graph: fx.Graph, tracer: Tracer) -> None:
                 # One row: it is slow. Where it would be appended is not looked at.
                 k, v, _, _, rows, status, _, *memory = arguments
                 _call(graph, _SFI.append_rows.default, k, v, rows, status, status, -1, *memory)
-    for several in _together(list(packs.values())):
+    for several in _together(list(packs.values()), DataFlow(graph)):
         _refresh(graph, several, by_products)
 
 
@@ -161,7 +164,7 @@ def _append(graph: fx.Graph, append: fx.Node, packed: Any, still: dict[fx.Node, 
     graph.erase_node(append)
 
 
-def _together(packs: list[fx.Node]) -> list[list[fx.Node]]:
+def _together(packs: list[fx.Node], flow: DataFlow) -> list[list[fx.Node]]:
     """Sites whose memories are made at once, in program order: alike, under the same mask, and not too many."""
     groups: dict[Any, list[fx.Node]] = {}
     cached = 0
@@ -170,13 +173,17 @@ def _together(packs: list[fx.Node]) -> list[list[fx.Node]]:
         k, v, select, frame, slow_rows, status, sink, *memory = arguments
         own = tuple(_description(n) for n in (k, v, select.args[0], *memory))
         shared = tuple(_part(n) for n in (frame, *select.args[4:6]))
-        groups.setdefault((*shared, slow_rows, status, sink, select.args[6], own), []).append(pack)
-        cached += sum(example(n).nbytes for n in (k, v))
+        # What is computed from the cache would have to be kept until all of its group is there.
+        computed = any(flow.origin(n).op != "placeholder" for n in (k, v))
+        alone = pack if computed else None
+        groups.setdefault((*shared, slow_rows, status, sink, select.args[6], own, alone), []).append(pack)
+        cached += 0 if computed else sum(example(n).nbytes for n in (k, v))
     found = []
     for group in groups.values():
         logits = example(group[0].args[2].args[0])  # type: ignore[union-attr, arg-type]
         batch, heads, rows, size = logits.shape
-        most = max(int(SCRATCH * cached / (4 * batch * heads * size * (rows + SELECTOR_COLUMNS))), 1)
+        most = int(SCRATCH * cached / (4 * batch * heads * size * (rows + SELECTOR_COLUMNS)))
+        most = max(min(most, MOST_PROGRAMS // batch), 1)
         parts = math.ceil(len(group) / most)
         each = math.ceil(len(group) / parts)
         found += [group[i : i + each] for i in range(0, len(group), each)]

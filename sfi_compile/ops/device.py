@@ -158,8 +158,9 @@ def refresh_rows(
 ) -> None:
     """Evidence → selection → memory of several sites, for the slow rows that are ready for one.
 
-    What it writes are `held`, `mem_k` and `mem_v`. It must come after `sfi::append_rows` of the same sites, which says
-    so, and after whatever reads this memory in the step: then nothing is left for Inductor to put in order.
+    What it writes are `held`, `mem_k` and `mem_v`. It comes after `sfi::append_rows` of the same sites, which says so.
+    Before or after attention over this memory in the same step makes no difference: that is for the rows that are not
+    slow, of which nothing is written, and reads nothing of the others.
 
     Args:
         logits: of each site, as are the other lists, and `lse` and `log_norm`, of `sfi::dense_decode`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -11,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import transformers
-from torch import fx
+from torch import Tensor, fx
 
 from sfi_compile.config import Config
 from sfi_compile.lab.families import build
@@ -21,6 +22,7 @@ from sfi_compile.passes.lower import Lower
 from tests.decoders import CACHE
 from tests.kernels.fake_cuda import Launch, generated_for, launches
 from tests.kernels.triton_tools import needs_triton
+from tests.passes.toys import compiled, record
 
 pytestmark = needs_triton
 BATCH, CONTEXT, WIDTH = 4, 4096, 1024
@@ -94,3 +96,28 @@ def test_slow_layers_make_their_memories_at_once(monkeypatch: pytest.MonkeyPatch
     copies_nothing(found, memory)
     ours = [launch.name for launch in found if launch.name.startswith("torch.ops")]
     assert ours == [STILL, STILL, APPEND, APPEND, "torch.ops.sfi.refresh_rows.default"]
+
+
+def narrow_caches(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, *caches: Tensor) -> Tensor:
+    """Two layers, whose keys and values are computed from caches of eight bits."""
+    mask = (torch.arange(CONTEXT) <= pos)[None, None, None]
+    for keys, values in zip(caches[::2], caches[1::2], strict=True):
+        keys.index_copy_(2, pos, k.to(torch.int8))
+        values.index_copy_(2, pos, v.to(torch.int8))
+        q = torch.nn.functional.scaled_dot_product_attention(
+            q, keys.to(q.dtype) * 0.1, values.to(q.dtype) * 0.1, attn_mask=mask, enable_gqa=True
+        )
+    return q
+
+
+def test_keys_and_values_that_are_computed_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lower, "SCRATCH", 1.0)
+    heads, width = 4, 128
+    q = torch.randn(BATCH, 2 * heads, 1, width, dtype=torch.bfloat16)
+    caches = [torch.zeros(BATCH, heads, CONTEXT, width, dtype=torch.int8) for _ in range(4)]
+    recorded = record(narrow_caches, q, q[:, :heads], q[:, :heads], torch.tensor([100]), *caches)
+    work = Lower(kernels=True).apply(compiled(recorded.module, "verify", k_head=256, recent=64))
+    given = [n.meta["example_value"] for n in recorded.graph.nodes if n.op == "placeholder"]
+    code = generated_for(work.variants[0], [*given, *work.added])
+    made = re.findall(rf"empty_strided_cuda\(\({BATCH}, {heads}, {CONTEXT}, {width}\)", code)
+    assert 2 <= len(made) <= 4, f"{len(made)} tensors of the context's size for two layers"

@@ -66,7 +66,7 @@ def test_on_a_gpu_no_operator_asks_the_host(batch: int) -> None:
     # and before the memory is made anew.
     memory = [n for n in slow.graph.nodes if n.op == "placeholder"][-3:]
     for node in memory:
-        writer, *readers, maker = node.users
+        writer, *readers, maker = sorted(node.users, key=list(slow.graph.nodes).index)
         assert writer.target is torch.ops.sfi.append_rows.default
         assert maker.target is torch.ops.sfi.refresh_rows.default
         assert bool(readers) == (batch > 1)
@@ -102,6 +102,25 @@ def test_sites_that_are_alike_make_their_memories_at_once(batch: int, share: flo
     for keys_of_site, memory in zip(lists[3], lists[6], strict=True):
         [append] = [n for n in memory.users if n.target is torch.ops.sfi.append_rows.default]
         assert append.args[0] is keys_of_site
+
+
+def computed_keys(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, pos: Tensor) -> Tensor:
+    mask = (torch.arange(a.shape[2]) <= pos)[None, None, None]
+    written(k, v, a, b, pos)
+    out = SDPA(q, a * 0.5, b, attn_mask=mask)
+    written(out + k, v, c, d, pos)
+    return SDPA(out, c * 0.5, d, attn_mask=mask)
+
+
+def test_keys_that_are_computed_are_not_kept_for_others(monkeypatch: Any) -> None:
+    """They are as large as the context, and the append reads those that dense attention was given."""
+    monkeypatch.setattr(lower, "SCRATCH", 2.0)
+    q, k, v, keys, values, pos = operands(batch=2, query_heads=4, kv_heads=4)
+    recorded = record(computed_keys, q, k, v, keys, values, keys.clone(), values.clone(), pos)
+    slow, _ = Lower(kernels=True).apply(compiled(recorded.module, "verify")).variants
+    order = [str(n.target).removeprefix("sfi.").split(".")[0] for n in slow.graph.nodes if "sfi." in str(n.target)]
+    of_site = ["dense_decode", "append_rows", "memory_attention", "refresh_rows"]
+    assert [name for name in order if name != "still"] == of_site * 2
 
 
 @pytest.mark.parametrize("batch", [1, 2])
