@@ -20,12 +20,14 @@ import torch
 import sfi_compile
 from sfi_compile.compat.inductor import fresh_cache
 from sfi_compile.lab.bench_gpu import measure_on_gpu
-from sfi_compile.lab.bench_settings import FORCED_SLOW_STEPS, WARM_STEPS, BenchSettings, tell
+from sfi_compile.lab.bench_settings import FORCED_SLOW_STEPS, BenchSettings, tell
 from sfi_compile.lab.decode import Decoder, forget_graphs, interquartile_range, median, synchronize
 from sfi_compile.lab.errors import LabError
 from sfi_compile.lab.peak import peak_above, peak_rss
 from sfi_compile.lab.shapes import Shape, build, cache_bytes, filled_cache, find_shape, weight_bytes
 
+WARM_STEPS = 6
+"""Untimed steps before the measured ones: they compile."""
 PEAK_STEPS = 4
 """Steps at the end whose memory is measured: one slow, then fast ones."""
 DENSE_STEPS = 32

@@ -20,13 +20,15 @@ import torch
 
 import sfi_compile
 from sfi_compile.compat.inductor import fresh_cache
-from sfi_compile.lab.bench_settings import DENSE_WAYS, FORCED_SLOW_STEPS, WARM_STEPS, BenchSettings, tell
+from sfi_compile.lab.bench_settings import DENSE_WAYS, FORCED_SLOW_STEPS, BenchSettings, tell
 from sfi_compile.lab.best_dense import kernel_backend, use_flash
 from sfi_compile.lab.decode import Decoder, Step, forget_graphs, median
 from sfi_compile.lab.profile import kernels_of
 from sfi_compile.lab.report import number
 from sfi_compile.lab.shapes import Shape, build, cache_bytes, filled_cache, rewind, weight_bytes
 
+WARM_STEPS = 20
+"""Untimed steps before the measured ones: they compile and record CUDA graphs, and the first after that are slower."""
 DENSE_STEPS = 16
 PROFILED_STEPS = 4
 PROFILE_WARM_STEPS = 2

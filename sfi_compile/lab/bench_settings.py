@@ -16,8 +16,6 @@ WAYS = (*DENSE_WAYS, "sfi")
 """Ways of decoding on a GPU, see `lab.bench_gpu`."""
 BOUNDARY_SHARE = 20
 """One token id in so many is a boundary; tokens are drawn uniformly, so sentences last this long on average."""
-WARM_STEPS = 6
-"""Untimed steps before the measured ones: they compile, and on a GPU warm up and record CUDA graphs."""
 FORCED_SLOW_STEPS = 8
 """Slow steps timed after the measured run, each from an invalid memory, so that their median means something."""
 
