@@ -57,9 +57,9 @@ class Tiles:
     """How often it does so."""
     choose_stages: int = 3
     """How many chunks it holds or reads at once."""
-    listed: int = 4096
+    listed: int = 2048
     """Keys of a list that are looked at together."""
-    listed_warps: int = 8
+    listed_warps: int = 4
     """Warps of such a program."""
     written: int = 256
     """Positions that are written together."""
