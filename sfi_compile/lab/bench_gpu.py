@@ -84,6 +84,10 @@ def measure_on_gpu(
     tokens = torch.randint(shape.vocab, (steps, batch, width), device=settings.device)
     weights = weight_bytes(model, shape, batch * width)
     found: dict[int, dict[str, Found]] = {context: {} for context in contexts}
+
+    def save() -> None:
+        keep([_row(shape, batch, c, settings, bandwidth, weights, found[c]) for c in contexts])
+
     for way in settings.ways:
         decoder = None
         for context in contexts:
@@ -105,13 +109,13 @@ def measure_on_gpu(
             one.peak_bytes = torch.cuda.max_memory_allocated(settings.device) - held
             one.sites, one.memory_bytes, one.cache_bytes = decoder.sites(), decoder.memory_bytes(), cache_bytes(own)
             about(", ".join(f"{kind} {number(ms, '.4g')} ms" for kind, ms in one.ms.items()))
-            keep([_row(shape, batch, c, settings, bandwidth, weights, found[c]) for c in contexts])
+            save()
         for context in contexts if way not in PER_CONTEXT else contexts[-1:]:
             if decoder is not None and (settings.profile or way == settings.ways[-1]):
                 tell(status, f"{way}, context {context}", "profiling")
                 rewind(own, context)
                 found[context][way].profile = _profile(way, decoder, tokens)
-                keep([_row(shape, batch, c, settings, bandwidth, weights, found[c]) for c in contexts])
+                save()
         if way == "flash":
             model.set_attn_implementation("sdpa")
     forget_graphs()
@@ -164,7 +168,8 @@ def _decoder(way: str, model: Any, cache: Any, context: int, options: dict[str, 
     return Decoder(model, cache, "sfi", {"mode": MODE, **options})
 
 
-def _run(way: str, decoder: Decoder, tokens: torch.Tensor, new_tokens: int, status: Callable[[str], None]) -> Found:
+def _steps(decoder: Decoder, tokens: torch.Tensor) -> tuple[Callable[[], None], Callable[[], None]]:
+    """A step with the next of the tokens, and one that must be slow."""
     stream = iter(tokens)
 
     def step() -> None:
@@ -174,6 +179,11 @@ def _run(way: str, decoder: Decoder, tokens: torch.Tensor, new_tokens: int, stat
         sfi_compile.reset()
         step()
 
+    return step, slow_step
+
+
+def _run(way: str, decoder: Decoder, tokens: torch.Tensor, new_tokens: int, status: Callable[[str], None]) -> Found:
+    step, slow_step = _steps(decoder, tokens)
     status("warming up")
     for i in range(WARM_STEPS):
         if way == "sfi" and i in (2, 4):
@@ -198,15 +208,7 @@ def _run(way: str, decoder: Decoder, tokens: torch.Tensor, new_tokens: int, stat
 
 def _profile(way: str, decoder: Decoder, tokens: torch.Tensor) -> dict[str, dict[str, Any]]:
     """Where the time of each kind of step goes, from a context to which the cache was rewound."""
-    stream = iter(tokens)
-
-    def step() -> None:
-        decoder.step(next(stream))
-
-    def slow_step() -> None:
-        sfi_compile.reset()
-        step()
-
+    step, slow_step = _steps(decoder, tokens)
     if way != "sfi":
         return {"dense": kernels_of(step, PROFILED_STEPS)}
     for _ in range(PROFILE_WARM_STEPS):
