@@ -7,6 +7,7 @@ and one small copy to the host: nothing else of a step waits for the device. Imp
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -107,8 +108,10 @@ class Reader:
         self.moving = tuple(sorted(moving))
         self.written: list[tuple[int | None, bool]] = []
         """Of each position: the number, None of a tensor, and whether it lists all and not the first alone."""
-        self.resting: dict[int, Tensor] | None = None  # where captured graphs read; empty: nothing can be captured
-        self.captured: dict[Any, _Captured | None] = {}
+        self.resting: dict[int, Tensor] | None = None  # copies that captured graphs read; empty: nothing is captured
+        self.captured: dict[Any, tuple[dict[int, int], _Captured | None]] = {}
+        """By cache and questions: where inputs lie that did not move since, and the graph; None, asked only once."""
+        self.answers: Tensor | None = None
 
     def ask(self, args: Sequence[Any], fingerprint: Tensor | None, settle: bool) -> Callable[[], Reading]:
         """Ask for the numbers of this step; a GPU computes them while the host does something else.
@@ -201,20 +204,34 @@ class Reader:
             self.resting = {i: torch.empty_like(value) for i, value in inputs.items()} if alike else {}
         if not self.resting:
             return self._asked(inputs, root, fingerprint, settle)
+        places = {i: value.data_ptr() for i, value in inputs.items()}
         key = (root.data_ptr(), root.shape, root.stride(), fingerprint is None, settle)
         if key not in self.captured:
             # Eagerly at first: many a cache answers a question only once, and what is captured must be warm.
-            self.captured[key] = None
+            self.captured[key] = places, None
             while len(self.captured) > CAPTURED:
                 self.captured.pop(next(iter(self.captured)))
             return self._asked(inputs, root, fingerprint, settle)
-        resting = self.resting
-        torch._foreach_copy_(list(resting.values()), list(inputs.values()))
-        captured = self.captured[key]
-        if captured is None:
-            captured = _Captured(root.device, lambda: self._questions(resting, root, fingerprint, settle))
-            self.captured[key] = captured
+        # What lies where it lay is read there, such as a cache's counters; the rest, such as tokens, is copied.
+        known, captured = self.captured[key]
+        staying = {i: place for i, place in known.items() if places[i] == place}
+        moving = [i for i in inputs if i not in staying]
+        if moving:
+            torch._foreach_copy_([self.resting[i] for i in moving], [inputs[i] for i in moving])
+        if captured is None or len(staying) < len(known):
+            read = {i: inputs[i] if i in staying else self.resting[i] for i in inputs}
+            compute = functools.partial(self._questions, read, root, fingerprint, settle)
+            captured = _Captured(root.device, compute, self._host(root.is_cuda))
+            self.captured[key] = staying, captured
         return captured.replay()
+
+    def _host(self, pinned: bool) -> Tensor:
+        """Where captured graphs leave their answers, long enough for all questions; each is read before the next."""
+        if self.answers is None:
+            g = self.guard
+            most = 3 * len(g.lengths) + len(g.counters) + g.batch * (g.queries + 4)
+            self.answers = torch.empty(most, dtype=torch.int64, pin_memory=pinned)
+        return self.answers
 
     def _asked(
         self, inputs: dict[int, Any], root: Tensor, fingerprint: Tensor | None, settle: bool
@@ -224,24 +241,25 @@ class Reader:
 
 
 class _Captured:
-    """Tensors computed by a CUDA graph from inputs that stay where they are, and where the host finds them.
+    """Numbers that a CUDA graph computes from tensors that stay where they are, and copies to the host.
 
     Args:
         device: the GPU.
         compute: flat integer tensors; launches work, and waits for none.
+        host: int64, pinned: where they go.
     """
 
-    def __init__(self, device: torch.device, compute: Callable[[], list[Tensor]]) -> None:
+    def __init__(self, device: torch.device, compute: Callable[[], list[Tensor]], host: Tensor) -> None:
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(device), torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-            self.values = torch.cat(compute())
-        self.host = torch.empty(self.values.shape, dtype=self.values.dtype, pin_memory=True)
+            self.values = torch.cat(compute()).long()
+            self.host = host[: self.values.shape[0]]
+            self.host.copy_(self.values, non_blocking=True)
         self.done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def replay(self) -> Callable[[], list[int]]:
         """Compute anew, and what waits for the numbers."""
         self.graph.replay()
-        self.host.copy_(self.values, non_blocking=True)
         self.done.record()
         return self._arrived
 

@@ -21,12 +21,14 @@ class Replayed:
 
     made = 0
 
-    def __init__(self, device: torch.device, compute: Callable[[], list[Tensor]]) -> None:
+    def __init__(self, device: torch.device, compute: Callable[[], list[Tensor]], host: Tensor) -> None:
         Replayed.made += 1
-        self.compute = compute
+        self.compute, self.host = compute, host
 
     def replay(self) -> Callable[[], list[int]]:
-        return torch.cat(self.compute()).tolist
+        values = torch.cat(self.compute())
+        assert len(values) <= len(self.host)
+        return values.tolist
 
 
 def reader() -> Reader:
@@ -63,6 +65,40 @@ def test_captured_answers_are_the_eager_ones(monkeypatch: pytest.MonkeyPatch) ->
         assert got.tokens == ((5,), (6,))
         assert got.found == ((0, 4), (7, 3), (2, 1))
     assert Replayed.made == 1, "the first answer is an eager one, and later ones share a graph"
+
+
+def test_counters_that_stay_are_read_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "_Captured", Replayed)
+    Replayed.made = 0
+    asked, root = reader(), torch.randn(2, 1, 16, 4)
+    counters = torch.tensor(3), torch.tensor(3)
+    tokens = [torch.tensor([[at], [at + 1]]) for at in range(20)]
+    copied: list[int] = []
+    foreach_copy = torch._foreach_copy_
+
+    def copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+        copied.append(len(targets))
+        foreach_copy(targets, sources)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", copy)
+
+    def ask(at: int, first: Tensor, second: Tensor) -> None:
+        first.fill_(at), second.fill_(at)
+        args = [root, tokens[at], first, second]
+        wanted = reader().ask(args, None, False)()
+        inputs = {i: args[i] for i in asked.moving}
+        got = asked._parsed(iter(asked._from_gpu(inputs, root, None, False)()), False, False)
+        assert got == wanted
+        assert got.tokens == ((at,), (at + 1,))
+
+    for at in range(3, 7):
+        ask(at, *counters)
+    assert Replayed.made == 1
+    assert copied == [1, 1, 1], "the tokens alone"
+    for at in range(7, 10):  # one of them is another tensor now, and another again
+        ask(at, counters[0], torch.tensor(at))
+    assert Replayed.made == 2
+    assert copied[3:] == [2, 2, 2]
 
 
 def keep(asked: Reader, fingerprint: Tensor) -> Tensor:
