@@ -102,7 +102,9 @@ def gpu_row(context: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_what_a_bench_on_a_gpu_shows(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_what_a_bench_on_a_gpu_shows(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     result = {"rows": [gpu_row(8192), gpu_row(32768)]}
     screen = report.Screen()
     screen.out.width = 200
@@ -112,8 +114,15 @@ def test_what_a_bench_on_a_gpu_shows(capsys: pytest.CaptureFixture[str], tmp_pat
     assert "1.7×" in shown  # the better of both dense ways
     assert "sfi" in shown
     pytest.importorskip("matplotlib")
+    pyplot = plots.import_pyplot()
+    drawn: list[Any] = []
+    monkeypatch.setattr(pyplot, "close", drawn.append)
     plots.plot_bench(result, tmp_path / "bench.png")
     assert (tmp_path / "bench.png").read_bytes()[:4] == b"\x89PNG"
+    speed, gain = drawn[0].axes
+    colours = {line.get_label(): line.get_color() for line in speed.lines}
+    assert {line.get_label(): line.get_color() for line in gain.lines}.items() < colours.items()
+    assert len(set(colours.values())) == 6
 
 
 class Stepped:

@@ -49,14 +49,19 @@ def plot_bench(result: Mapping[str, Any], path: Path) -> None:
             name = label if len(lines) == 1 else f"{shape}, batch {batch}: {label}"
             style = {"label": name, "marker": "o", "linestyle": "-" if way == "mean" else "--"}
             tokens = [1e3 * batch / ms for _, ms, _ in timed]
-            speed.plot([context for context, _, _ in timed], tokens, **style)
+            [line] = speed.plot([context for context, _, _ in timed], tokens, **style)
             compared = [(context, dense / ms) for context, ms, dense in timed if dense and way != "dense"]
             if compared:
-                gain.plot(*zip(*compared, strict=True), **style)
+                gain.plot(*zip(*compared, strict=True), color=line.get_color(), **style)
+    contexts = sorted({row["context"] for row in result["rows"]})
     title = ", ".join(f"{shape}, batch {batch}" for shape, batch in lines)
     for axes, what in ((speed, "tokens a second"), (gain, "times faster than dense")):
         axes.set_xscale("log", base=2)
+        axes.set_xticks(contexts, [_thousands(n) for n in contexts])
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
+        axes.tick_params(axis="y", which="minor", labelsize="x-small")
         axes.set_xlabel("context, tokens")
         axes.set_ylabel(what)
         axes.grid(True, which="both", alpha=0.3)
@@ -65,3 +70,8 @@ def plot_bench(result: Mapping[str, Any], path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
+
+
+def _thousands(count: int) -> str:
+    """8192 as 8K."""
+    return f"{count // 1024}K" if count % 1024 == 0 else str(count)
