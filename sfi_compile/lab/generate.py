@@ -16,7 +16,7 @@ import torch
 import sfi_compile
 from sfi_compile.lab.decode import Decoder, forget_graphs, median, prefill
 from sfi_compile.lab.errors import LabError
-from sfi_compile.lab.models import load, static_cache
+from sfi_compile.lab.models import check_positions, load, static_cache
 from sfi_compile.lab.texts import CHARS_PER_TOKEN, named_text, prompt_ids, read_prompt
 
 BLOCK = 8
@@ -144,12 +144,7 @@ def agreement(dense: list[int], other: list[int]) -> dict[str, int | None]:
 
 def _cache_length(model: Any, prompt: int, settings: GenerateSettings) -> int:
     needed = prompt + settings.new_tokens
-    positions = getattr(model.config, "max_position_embeddings", None)
-    if positions is not None and needed > positions:
-        raise LabError(
-            f"{prompt} prompt and {settings.new_tokens} new tokens do not fit the model's {positions} positions; "
-            "lower --context or --new-tokens"
-        )
+    check_positions(model, prompt, settings.new_tokens)
     if settings.max_cache_len is not None and settings.max_cache_len < needed:
         raise LabError(f"--max-cache-len is {settings.max_cache_len}; this run needs at least {needed}")
     return settings.max_cache_len or needed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,43 @@ def plot_bench(result: Mapping[str, Any], path: Path) -> None:
         axes.grid(True, which="both", alpha=0.3)
     speed.legend(fontsize="small")
     figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def plot_eval(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Loss over dense against the share kept: a panel for each task and context, a line for each policy.
+
+    `fresh`, the ceiling, and `random`, the floor, are dotted.
+
+    Raises:
+        LabError: matplotlib is missing.
+    """
+    pyplot = import_pyplot()
+    panels = sorted({(row["task"], row["context"]) for row in rows})
+    policies = list(dict.fromkeys(row["policy"] for row in rows))
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(1.5 + 4 * len(panels), 4.5), squeeze=False)
+    for (task, context), panel in zip(panels, axes[0], strict=True):
+        for i, policy in enumerate(policies):
+            own = [r for r in rows if (r["task"], r["context"], r["policy"]) == (task, context, policy)]
+            found = sorted((r["keep"], r["delta"], r["delta_spread"] or 0.0, r["passages"]) for r in own)
+            if found:
+                keeps, means, spreads, counts = zip(*found, strict=True)
+                errors = [spread / count**0.5 for spread, count in zip(spreads, counts, strict=True)]
+                dotted = policy.partition("(")[0] in ("fresh", "random")
+                style = {"label": policy, "marker": "o", "linestyle": ":" if dotted else "-", "color": f"C{i}"}
+                panel.errorbar([100 * keep for keep in keeps], means, errors, capsize=2, **style)
+        shares = sorted({100 * row["keep"] for row in rows})
+        panel.set_xscale("log")
+        panel.set_xticks(shares, [f"{share:g}" for share in shares])
+        panel.set_xticks([], minor=True)
+        panel.set_title(f"{task}, {_thousands(context)}")
+        panel.set_xlabel("kept, % of the context")
+        panel.grid(True, alpha=0.3)
+        panel.axhline(0.0, color="black", linewidth=0.8)
+    axes[0][0].set_ylabel("NLL over dense, nats a token")
+    axes[0][-1].legend(fontsize="small")
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

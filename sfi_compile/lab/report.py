@@ -59,15 +59,15 @@ class Screen:
             self.err.print(f"{text} …", markup=False)
 
     @contextlib.contextmanager
-    def bar(self, total: int) -> Iterator[Callable[[int], None]]:
-        """A bar over `total` prompt tokens; yields the function that advances it."""
+    def bar(self, total: int, text: str = "prefilling") -> Iterator[Callable[[int], None]]:
+        """A bar over `total` tokens; yields the function that advances it."""
         if not self.err.is_terminal:
-            self.err.print(f"prefilling {total} tokens …")
+            self.err.print(f"{text} {total} tokens …", markup=False)
             yield lambda done: None
             return
-        columns = (TextColumn("prefilling, tokens"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=self.err, transient=True) as progress:
-            task = progress.add_task("", total=total)
+        columns = (TextColumn("{task.description}, tokens", markup=False), BarColumn(), MofNCompleteColumn())
+        with Progress(*columns, TimeElapsedColumn(), console=self.err, transient=True) as progress:
+            task = progress.add_task(text, total=total)
             yield lambda done: progress.advance(task, done)
 
     def stream(self, piece: str) -> None:
@@ -207,6 +207,24 @@ def show_kernels(screen: Screen, result: Mapping[str, Any]) -> None:
         kept, gain = f"{row['kept_percent']:g} %", f"{row['speedup']:.2f}×"
         times = [f"{row[key]:.1f}" for key in ("kernel_us", "flash_us")]
         table.add_row(str(row["batch"]), str(row["context"]), kept, str(row["slots"]), *times, gain)
+    screen.out.print(table)
+
+
+def show_eval(screen: Screen, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Table of `sfi eval`, from the lines of `lab.evaluate.summarise`."""
+    columns = "task", "policy", "kept", "Δ NLL", "dense", "KL", "top 1", "right", "slow", "tokens/s"
+    title = (
+        "NLL over dense, nats a token (mean ±standard deviation over passages); same first choice; right, and of dense"
+    )
+    table = _table(title, *columns)
+    for row in sorted(rows, key=lambda r: (r["task"], r["context"])):
+        delta = f"{row['delta']:+.3f}" + ("" if row["delta_spread"] is None else f" ±{row['delta_spread']:.2f}")
+        right = f"{100 * row['score']:.0f}/{100 * row['score_dense']:.0f} %"
+        shares = [f"{100 * row[key]:.0f} %" for key in ("keep", "top1")]
+        slow, speed = f"{100 * row['slow_share']:.1f} %", number(row["tokens_per_second"], ".1f")
+        name = f"{row['task']} {row['context']}"
+        dense, kl = (f"{row[key]:.3f}" for key in ("nll_dense", "kl"))
+        table.add_row(name, row["policy"], shares[0], delta, dense, kl, shares[1], right, slow, speed)
     screen.out.print(table)
 
 

@@ -1,0 +1,276 @@
+"""`sfi eval`: how far text decoded by slow and fast steps is from dense, by policy and by share of the tokens kept.
+
+Passages are decoded with the tokens that they hold, one at a time, through the compiled graphs that a user runs; the
+reference is the same model, uncompiled. All passages of a task are rows of one batch. Imports the package's public
+names and the lab.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import sfi_compile
+from sfi_compile.config import PRESETS
+from sfi_compile.lab.decode import Decoder, forget_graphs, prefill
+from sfi_compile.lab.errors import LabError
+from sfi_compile.lab.models import cache_keyword, check_positions, load, static_cache
+from sfi_compile.lab.records import Records
+from sfi_compile.lab.shapes import rewind
+from sfi_compile.lab.tasks import Passage, passages
+from sfi_compile.lab.texts import CHARS_PER_TOKEN, named_text, read_prompt
+
+CHUNK = 32
+"""Tokens after the context that the reference takes at once: bounds the logits of a large vocabulary."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalSettings:
+    """What to evaluate: every context × policy × share kept × task."""
+
+    model: str
+    prompt_file: str | None
+    text: str
+    policies: tuple[str, ...]
+    """Policies as in the options, or presets, which are policy `sfi`."""
+    keeps: tuple[float, ...]
+    """Shares of the context that a memory holds after a refresh, 0 to 1."""
+    contexts: tuple[int, ...]
+    tasks: tuple[str, ...]
+    passages: int
+    new_tokens: int
+    seed: int
+    dtype: torch.dtype
+    device: str
+    options: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """Where progress goes; the defaults are silent."""
+
+    busy: Callable[[str], AbstractContextManager[None]] = lambda text: nullcontext()
+    bar: Callable[[str, int], AbstractContextManager[Callable[[int], None]]] = lambda text, total: nullcontext(
+        lambda done: None
+    )
+
+
+def options_of(policy: str, keep: float, context: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Backend options under which a memory holds `keep` of a context of that many tokens.
+
+    Sinks, the recent segment and the selection count, as they are after a refresh; the recent segment takes half of the
+    budget at most.
+
+    Raises:
+        LabError: `k_head` or `policy` is among the options, or the budget is too small.
+        OptionError: a bad option, or no such policy.
+    """
+    for key in ("k_head", "policy", "preset"):
+        if key in options:
+            raise LabError(f"--option {key}: given by --{'keep' if key == 'k_head' else 'policy'}")
+    chosen = {"preset": policy} if policy in PRESETS else {"policy": policy}
+    config = sfi_compile.Config.from_options({**chosen, **options})
+    budget = round(keep * context)
+    recent = config.recent if "recent" in options else min(config.recent, max(budget // 2, 1))
+    k_head = budget - config.sink - recent
+    if k_head < 1:
+        raise LabError(
+            f"--keep {keep:g} of {context} tokens is {budget}; sinks and recent tokens take {config.sink + recent}"
+        )
+    return {**chosen, **options, "recent": recent, "k_head": k_head, "min_context": 0}
+
+
+def run_eval(settings: EvalSettings, records: Records, progress: Progress = Progress()) -> None:
+    """Evaluate what `records` does not hold yet, and add it there; keys as in docs/cli.md.
+
+    Raises:
+        LabError: what cannot be loaded or does not fit, or a model without an attention site to rewrite.
+        OptionError: a bad option of the backend, or no such policy.
+    """
+    cases = list(itertools.product(settings.contexts, settings.policies, settings.keeps))
+    for context, policy, keep in cases:
+        options_of(policy, keep, context, settings.options)
+    missing = {c: [t for t in settings.tasks if not records.holds(_key(settings, *c, t))] for c in cases}
+    if not any(missing.values()):
+        return
+    text = read_prompt(settings.prompt_file) if settings.prompt_file else None
+    with progress.busy(f"loading {settings.model}"):
+        model, tokenizer = load(settings.model, settings.dtype, settings.device)
+    check_positions(model, max(settings.contexts), settings.new_tokens)
+    size = settings.passages * (max(settings.contexts) + settings.new_tokens)
+    if text is None:
+        text = named_text(settings.text, size * CHARS_PER_TOKEN, settings.seed)
+    with progress.busy("reading the text"):
+        ids = tokenizer(text[: size * CHARS_PER_TOKEN], verbose=False, add_special_tokens=False)["input_ids"][:size]
+    boundaries = sfi_compile.sentence_boundaries(tokenizer)
+
+    def encode(part: str) -> list[int]:
+        found: list[int] = tokenizer(part, verbose=False, add_special_tokens=False)["input_ids"]
+        return found
+
+    for context in settings.contexts:
+        rows = {
+            task: passages(task, ids, encode, context, settings.new_tokens, settings.passages, settings.seed)
+            for task in settings.tasks
+        }
+        here = {case: tasks for case, tasks in missing.items() if case[0] == context and tasks}
+        cache = static_cache(model, context + settings.new_tokens)
+        references: dict[str, Reference] = {}
+        for task in dict.fromkeys(task for tasks in here.values() for task in tasks):
+            with progress.bar(f"dense, {task}, context {context}", context + settings.new_tokens) as advance:
+                references[task] = Reference.of(model, cache, rows[task], advance)
+        for (_, policy, keep), tasks in here.items():
+            options = options_of(policy, keep, context, settings.options)
+            forget_graphs()
+            decoder = Decoder(model, cache, "sfi", {"boundary_token_ids": boundaries, **options})
+            for task in tasks:
+                about = f"{policy}, keep {keep:g}, {task}, context {context}"
+                with progress.bar(about, references[task].steps) as advance:
+                    measured = list(_measure(decoder, cache, references[task], advance))
+                key = _key(settings, context, policy, keep, task)
+                records.add([key | {"passage": i} | row for i, row in enumerate(measured)])
+
+
+def _key(settings: EvalSettings, context: int, policy: str, keep: float, task: str) -> dict[str, Any]:
+    """What a record must agree in to be of this evaluation."""
+    return {
+        "model": settings.model, "text": settings.prompt_file or settings.text, "seed": settings.seed,
+        "dtype": str(settings.dtype).removeprefix("torch."), "options": settings.options, "context": context,
+        "new_tokens": settings.new_tokens, "passages": settings.passages, "policy": policy, "keep": keep, "task": task,
+    }  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """A task's passages as rows of a batch, with what dense attention says of them."""
+
+    tokens: Tensor
+    """int64 [B, steps], fed to the steps: the context's last token, then the targets but for the last."""
+    targets: Tensor
+    """int64 [B, steps]."""
+    scored: Tensor
+    """bool [B, steps]."""
+    log_probabilities: Tensor
+    """float32 [scored, vocabulary], of dense attention, row by row."""
+    filled: tuple[tuple[Tensor, Tensor], ...]
+    """Keys and values of each layer, [B, heads, context, width], of the cache before the first step."""
+    context: int
+    """Tokens in the cache before the first step."""
+
+    @property
+    def steps(self) -> int:
+        """Decode steps."""
+        return self.tokens.shape[1]
+
+    @classmethod
+    def of(cls, model: Any, cache: Any, rows: list[Passage], advance: Callable[[int], None]) -> Reference:
+        """Run the passages through the uncompiled model."""
+        device = model.device
+        steps = max(len(row.targets) for row in rows)
+        # A shorter row goes on with its last token, which does not count.
+        padded = [(*row.targets, *(row.targets[-1:] * (steps - len(row.targets)))) for row in rows]
+        targets = torch.tensor(padded, device=device)
+        context = torch.tensor([row.context for row in rows], device=device)
+        scored = torch.tensor([[*row.scored, *[False] * (steps - len(row.scored))] for row in rows], device=device)
+        tokens = torch.cat([context[:, -1:], targets[:, :-1]], 1)
+        cache.reset()
+        prefill(model, context[:, :-1], cache, advance)
+        length = context.shape[1] - 1
+        filled = tuple((x.keys[:, :, :length].clone(), x.values[:, :, :length].clone()) for x in cache.layers)
+        found = []
+        for start in range(0, steps, CHUNK):
+            piece = tokens[:, start : start + CHUNK]
+            with torch.no_grad():
+                logits = model(piece, **{cache_keyword(model): cache, "use_cache": True}).logits
+            found.append(_log_probabilities(logits))
+            advance(piece.shape[1])
+        return cls(tokens, targets, scored, torch.cat(found, 1)[scored], filled, length)
+
+    def restore(self, cache: Any) -> None:
+        """Fill a cache as it was before the first step."""
+        for layer, (keys, values) in zip(cache.layers, self.filled, strict=True):
+            layer.keys[:, :, : self.context] = keys
+            layer.values[:, :, : self.context] = values
+        rewind(cache, self.context)
+
+
+def _log_probabilities(logits: Tensor) -> Tensor:
+    return logits.float().log_softmax(-1)
+
+
+def _measure(
+    decoder: Decoder, cache: Any, reference: Reference, advance: Callable[[int], None]
+) -> Iterator[dict[str, Any]]:
+    """What each row's record says beside its key."""
+    reference.restore(cache)
+    sfi_compile.reset()
+    first = len(decoder.steps)
+    found = []
+    for i in range(reference.steps):
+        found.append(_log_probabilities(decoder.step(reference.tokens[:, i : i + 1])))
+        advance(1)
+    stats = sfi_compile.stats()
+    if not stats.sites:
+        raise LabError(f"no attention site was rewritten: {'; '.join(map(str, stats.rejections)) or 'no rejections'}")
+    steps = [s for s in decoder.steps[first:] if not s.compiled]
+    shared = {
+        # Of a batch that decides row by row: slow rows over all rows and steps.
+        "slow_share": sum(stats.triggers.values()) / reference.tokens.numel(),
+        "support": stats.support,
+        "rejections": len(stats.rejections),
+        "tokens_per_second": len(reference.tokens) * len(steps) / sum(s.seconds for s in steps) if steps else None,
+    }
+    got = torch.stack(found, 1)
+    dense = iter(torch.split(reference.log_probabilities, reference.scored.sum(1).tolist()))
+    for row in range(len(got)):
+        scored, wanted = reference.scored[row], next(dense)
+        yield _compare(got[row][scored], wanted, reference.targets[row][scored]) | shared
+
+
+def _compare(got: Tensor, dense: Tensor, targets: Tensor) -> dict[str, Any]:
+    """Log-probabilities [tokens, vocabulary] against those of dense attention, in nats a token."""
+
+    def likelihood(x: Tensor) -> float:
+        return -float(x.gather(1, targets[:, None]).mean())
+
+    def right(x: Tensor) -> float:
+        return float((x.argmax(1) == targets).float().mean())
+
+    return {
+        "nll": likelihood(got),
+        "nll_dense": likelihood(dense),
+        "kl": float((dense.exp() * (dense - got)).sum(1).mean()),
+        "top1": float((got.argmax(1) == dense.argmax(1)).float().mean()),
+        "score": right(got),
+        "score_dense": right(dense),
+    }
+
+
+def found_of(settings: EvalSettings, records: Records) -> list[dict[str, Any]]:
+    """The records of this evaluation, in its order."""
+    cases = itertools.product(settings.contexts, settings.policies, settings.keeps, settings.tasks)
+    return [row for case in cases for row in records.matching(_key(settings, *case))]
+
+
+def summarise(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Mean and standard deviation over passages, one for each context, policy, share and task, in the order found."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[key] for key in ("context", "policy", "keep", "task")), []).append(row)
+    found = []
+    for (context, policy, keep, task), members in groups.items():
+        summary = {"context": context, "policy": policy, "keep": keep, "task": task, "passages": len(members)}
+        columns = {key: [m[key] for m in members] for key in ("nll", "nll_dense", "kl", "top1", "score", "score_dense")}
+        columns["delta"] = [m["nll"] - m["nll_dense"] for m in members]
+        for key, values in columns.items():
+            summary[key] = statistics.fmean(values)
+            summary[f"{key}_spread"] = statistics.stdev(values) if len(values) > 1 else None
+        found.append(summary | {key: members[0][key] for key in ("slow_share", "support", "tokens_per_second")})
+    return found
