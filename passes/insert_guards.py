@@ -34,12 +34,24 @@ SHARED = {
 """State that all sites of a device share, each [B]."""
 PER_SITE = ("sfi_held", "sfi_mem_k", "sfi_mem_v")
 """State of one site: positions [B, Hkv, S], keys [B, Hkv, S, Dk], values [B, Hkv, S, Dv]."""
+STARTED, QUERIES = "sfi_started_at", "sfi_queries"
+"""With an `evidence_window` W: where rows' sequences began, [B], shared, and a site's last queries, [B, Hq, W, Dk]."""
 
 
 def memory_layout(site: Site, config: Config) -> tuple[int, int]:
     """(first slot of the recent segment, slots in all) of a site's memory. The selection never exceeds the context."""
     selected_end = config.sink + min(config.k_head, site.context)
     return selected_end, selected_end + config.recent + config.refresh_interval
+
+
+def shared_state(config: Config) -> dict[str, torch.dtype]:
+    """What all sites of a device share, each [B]."""
+    return {**SHARED, STARTED: torch.int64} if config.evidence_window > 1 else SHARED
+
+
+def site_state(config: Config) -> tuple[str, ...]:
+    """What each site has for itself."""
+    return (*PER_SITE, QUERIES) if config.evidence_window > 1 else PER_SITE
 
 
 def devices_of(sites: tuple[Site, ...]) -> dict[torch.device, str]:
@@ -52,13 +64,20 @@ def state_of(sites: tuple[Site, ...], config: Config) -> tuple[StateTensor, ...]
     """The extra inputs, in order."""
     first = sites[0]
     devices = devices_of(sites).items()
-    state = [StateTensor(n + end, (first.batch,), t, where) for where, end in devices for n, t in SHARED.items()]
+    state = [
+        StateTensor(n + end, (first.batch,), t, where)
+        for where, end in devices
+        for n, t in shared_state(config).items()
+    ]
     for i, site in enumerate(sites):
         slots = memory_layout(site, config)[1]
         base = (site.batch, site.kv_heads, slots)
         state.append(StateTensor(f"sfi_held_{i}", base, torch.int64, site.device))
         state.append(StateTensor(f"sfi_mem_k_{i}", (*base, site.key_dim), site.dtype, site.device))
         state.append(StateTensor(f"sfi_mem_v_{i}", (*base, site.value_dim), site.dtype, site.device))
+        if config.evidence_window > 1:
+            shape = (site.batch, site.query_heads, max(config.evidence_window, site.query_len), site.key_dim)
+            state.append(StateTensor(f"{QUERIES}_{i}", shape, site.dtype, site.device))
     return tuple(state)
 
 
@@ -126,11 +145,12 @@ def _guard_site(
     """Replace one canonical attention node, and what it stands for; the node that now holds its value."""
     given = {"q": site.query, "k": site.key, "v": site.value, "mask": site.mask, "sinks": site.sinks, "fill": site.fill}
     named = {name: n for name, n in given.items() if n is not None}
-    names = [*named, "sfi_position", *SHARED, *PER_SITE]
+    shared, own = ("sfi_position", *shared_state(work.config)), site_state(work.config)
+    names = [*named, *shared, *own]
     operands = (
         *named.values(),
-        *(inputs[name + devices[site.device]] for name in ("sfi_position", *SHARED)),
-        *(inputs[f"{name}_{number}"] for name in PER_SITE),
+        *(inputs[name + devices[site.device]] for name in shared),
+        *(inputs[f"{name}_{number}"] for name in own),
     )
     values = dict(zip(names, (example(n) for n in operands), strict=True))
     node = site.form.node
@@ -165,6 +185,17 @@ def _branch(values: dict[str, Any], site: Site, work: Work, build: Any) -> fx.Gr
 
 
 def _fast_branch(b: Builder, n: dict[str, fx.Node], site: Site, work: Work) -> fx.Node:
+    if _asks_earlier(n):
+        b.call(torch.ops.sfi.remember.default, n["q"], n["sfi_position"], n[QUERIES])
+    return _from_memory(b, n, site, work)
+
+
+def _asks_earlier(n: dict[str, fx.Node]) -> bool:
+    """Whether queries of earlier tokens are evidence: what they saw is known where a mask only blocks."""
+    return QUERIES in n and example(n["mask"]).dtype == torch.bool
+
+
+def _from_memory(b: Builder, n: dict[str, fx.Node], site: Site, work: Work) -> fx.Node:
     sfi, position = torch.ops.sfi, n["sfi_position"]
     selected_end, _ = memory_layout(site, work.config)
     new_k, new_v = (b.call(torch.ops.aten.index_select.default, n[x], 2, position) for x in ("k", "v"))
@@ -217,8 +248,12 @@ def _slow_branch(b: Builder, n: dict[str, fx.Node], site: Site, work: Work) -> f
     # Dense first: keys and values that are computed are then a tensor already, and the append reads that one. Fast rows
     # before `pack`, which rewrites the memory of the slow rows, whatever was appended to it.
     out, logits, extent, log_position, held = _dense(b, n, site, work)
-    remembered = _fast_branch(b, n, site, work) if site.batch > 1 and not at_once else None
-    selected = b.call(sfi.select.default, logits, n["k"], rows, status, extent, log_position, spec)
+    remembered = _from_memory(b, n, site, work) if site.batch > 1 and not at_once else None
+    asked: tuple[Any, ...] = (logits, n["k"], rows, status, extent, log_position, spec)
+    if _asks_earlier(n):
+        b.call(sfi.remember.default, n["q"], n["sfi_position"], n[QUERIES])
+        asked += (site.scale, site.softcap, n[QUERIES], n["sfi_position"], n[STARTED])
+    selected = b.call(sfi.select.default, *asked)
     memory = (n["sfi_held"], n["sfi_mem_k"], n["sfi_mem_v"])
     b.call(sfi.pack.default, n["k"], n["v"], selected, held, rows, status, work.config.sink, *memory)
     dense = rows

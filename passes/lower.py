@@ -90,6 +90,9 @@ def _without_kernels(work: Work) -> Rejection | None:
         if policy != "sfi":
             found, hint = f"policy {policy!r}, which is no kernel", "policy='sfi'"
             return Rejection("kernel-policy", "graph", found, hint)
+        if node.target is _SFI.select.default and len(node.args) > 7:
+            found, hint = "queries of earlier tokens, which no kernel reads", "evidence_window=1"
+            return Rejection("kernel-window", "graph", found, hint)
     for node in work.variants[1].graph.nodes:
         reason = lowering.supports(*(example(n) for n in node.args[:3])) if node.target is _TEMPLATE else None
         if reason is not None:

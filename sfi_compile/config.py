@@ -104,6 +104,8 @@ class Config:
     """Steps after a boundary refresh in which further boundary tokens are ignored (>= 0)."""
     boundary_token_ids: tuple[int, ...] = ()
     """Token ids that end a sentence or clause; empty: the interval alone decides. See `sentence_boundaries`."""
+    evidence_window: int = 1
+    """Queries of the last so many tokens that a refresh asks what they attend to (>= 1); a policy may ask for more."""
     min_context: int | None = None
     """Context (tokens) from which rows keep a memory. None: the larger of the memory and the cost model's break-even;
     0: always, also when the memory holds everything."""
@@ -166,6 +168,9 @@ class Config:
             raise _refuse("preset", preset, "one of " + ", ".join(map(repr, PRESETS)))
         merged = {**PRESETS[preset], **given}
         config = cls(**{key: _CHECKS[key](key, value) for key, value in merged.items()})
+        if "policy" in merged:
+            asks = _policy_of(config.policy).window
+            config = dataclasses.replace(config, evidence_window=max(config.evidence_window, asks))
         if "policy" in given and _policy_of(config.policy).reads_memory:
             # It chooses at every step.
             if given.get("refresh_interval", 1) != 1:
@@ -298,6 +303,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "min_refresh_gap": _whole(0),
     "sentence_cooldown": _whole(0),
     "boundary_token_ids": _token_ids,
+    "evidence_window": _whole(1),
     "min_context": _optional(_whole(0)),
     "strict": _flag,
     "mode": _optional(_mode),

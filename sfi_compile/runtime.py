@@ -54,7 +54,8 @@ class DecodeRunner:
         # Where the host leaves what it tells; the device has read it when the next step's guard has its answer.
         self.told = [
             (torch.empty(guard.batch, dtype=state[name].dtype, pin_memory=state[name].is_cuda), self._shared(name))
-            for name in ("sfi_slow_rows", "sfi_status", "sfi_refreshed_at")
+            for name in ("sfi_slow_rows", "sfi_status", "sfi_refreshed_at", "sfi_started_at")
+            if name in state
         ]
         self.unsettled: tuple[int, list[Trigger | None]] | None = None
         """Position and reasons of a slow step of which nobody has read yet what it left."""
@@ -126,7 +127,7 @@ class DecodeRunner:
         for b, row in enumerate(self.rows):
             continues = trusted and read.same[b]
             if not continues:
-                row.context = 0  # another sequence, of a length that is not known
+                row.context, row.started_at = 0, first  # another sequence, of a length that is not known
             ends = bool(read.tokens) and any(token in self.boundary for token in read.tokens[b])
             why.append(trigger(row, self.config, last, continues, ends))
         return last, why, RowStatus.SPLIT if split else RowStatus.READY
@@ -162,7 +163,8 @@ class DecodeRunner:
             statuses.append(max(status, RowStatus.SHORT) if short else status)
         slow = [reason is not None for reason in why]
         refreshed_at = [position if now else row.refreshed_at for row, now in zip(self.rows, slow, strict=True)]
-        for (told, states), values in zip(self.told, (slow, statuses, refreshed_at), strict=True):
+        started_at = [row.started_at for row in self.rows]
+        for (told, states), values in zip(self.told, (slow, statuses, refreshed_at, started_at), strict=False):
             told.copy_(torch.tensor(values))
             for state in states:
                 state.copy_(told, non_blocking=True)

@@ -31,6 +31,8 @@ class Row:
     """p0; meaningful while valid."""
     context: int = 0
     """Valid tokens at the last step."""
+    started_at: int = 0
+    """Position of the first token that the row was fed as part of this sequence."""
     support: float = 0.0
     """Tokens per KV head that the memory held after the last refresh (mean over heads)."""
     quiet_until: int = 0

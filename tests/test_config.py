@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from sfi_compile.config import POSITION_BETA, PRESETS, Config, OptionError, SelectorSpec
 
 WHOLE = {
+    "evidence_window": 1,
     "sink": 0,
     "recent": 1,
     "k_head": 1,

@@ -6,7 +6,7 @@ Passes emit them, and `lower` replaces those of the fast path. This room knows k
 from __future__ import annotations
 
 from sfi_compile.ops.device import append_rows, dense_decode, refresh_rows
-from sfi_compile.ops.fast import append, gather, memory_attention
+from sfi_compile.ops.fast import append, gather, memory_attention, remember
 from sfi_compile.ops.form import attention
 from sfi_compile.ops.linear import linear
 from sfi_compile.ops.slow import dense_attention, frame, pack, select
@@ -26,8 +26,9 @@ __all__ = [
     "pack",
     "plain",
     "refresh_rows",
+    "remember",
     "select",
 ]
 
-plain = {"gather": gather, "append": append, "memory_attention": memory_attention}
+plain = {"gather": gather, "append": append, "memory_attention": memory_attention, "remember": remember}
 """Operators whose plain body is meant to be traced into the graph, so that Inductor compiles it."""

@@ -86,6 +86,21 @@ def append(
 fake_of(append)(only_writes)
 
 
+@operator("queries")
+def remember(q: Tensor, position: Tensor, queries: Tensor) -> None:
+    """Keep this step's queries, each in the place of the one that is W tokens older.
+
+    Args:
+        q: [B, Hq, Q, Dk].
+        position: int64 [Q], ascending; Q <= W.
+        queries: [B, Hq, W, Dk], written: that of the token at position p is at p modulo W.
+    """
+    queries.index_copy_(2, torch.remainder(position.long(), queries.shape[2]), q)
+
+
+fake_of(remember)(only_writes)
+
+
 @operator()
 def memory_attention(
     q: Tensor,

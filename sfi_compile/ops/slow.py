@@ -213,7 +213,18 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 @operator(reads_flags=True)
 def select(
-    logits: Tensor, keys: Tensor, slow_rows: Tensor, status: Tensor, extent: Tensor, log_position: Tensor, spec: str
+    logits: Tensor,
+    keys: Tensor,
+    slow_rows: Tensor,
+    status: Tensor,
+    extent: Tensor,
+    log_position: Tensor,
+    spec: str,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+    queries: Tensor | None = None,
+    position: Tensor | None = None,
+    started_at: Tensor | None = None,
 ) -> Tensor:
     """Evidence → selection, for the slow rows that are ready for a memory.
 
@@ -225,6 +236,11 @@ def select(
         extent: int64 [B, 3], of `sfi::frame`.
         log_position: float32 [B, N], of `sfi::frame`.
         spec: `SelectorSpec.to_text()`.
+        scale: factor of the logits of earlier queries.
+        softcap: of the same; 0: none.
+        queries: [B, Hq, W, Dk], of `sfi::remember`, this step's among them; those of earlier tokens are evidence, too.
+        position: int64 [Q], of this step's tokens; with `queries`.
+        started_at: int64 [B], where the sequence that the queries are of began; with `queries`.
 
     Returns:
         int64 [B, Hkv, min(k_head, N)], ascending; -1 for unused slots and in rows that do not refresh.
@@ -239,16 +255,43 @@ def select(
         n = lengths[b]
         place = log_position[b, :n]
         candidates = place > attention.NEG_INF
-        evidence = policies.Evidence(logits[b, ..., :n], keys[b, :, :n], candidates, place, parsed)
+        seen = logits[b, ..., :n]
+        if queries is not None and position is not None and started_at is not None:
+            first = max(int(position[-1]) - queries.shape[2] + 1, int(started_at[b]))
+            earlier = torch.arange(first, int(position[0]), device=keys.device)
+            seen = torch.cat([seen, _earlier(queries[b], earlier, keys[b, :, :n], seen, scale, softcap)], 1)
+        evidence = policies.Evidence(seen, keys[b, :, :n], candidates, place, parsed)
         chosen = selector.top_k(policies.scores_of(policy, evidence), candidates, min(k, n))
         out[b, :, : chosen.shape[-1]] = chosen
     return out
 
 
+def _earlier(queries: Tensor, at: Tensor, keys: Tensor, logits: Tensor, scale: float, softcap: float) -> Tensor:
+    """Logits of earlier tokens' queries, float32 [Hkv, G * tokens, N]: each saw what this step sees, up to itself.
+
+    Args:
+        queries: [Hq, W, Dk], of `sfi::remember`.
+        at: int64 [tokens], their positions.
+        keys: [Hkv, N, Dk].
+        logits: [Hkv, R, N], of this step; -inf where masked.
+        scale: factor.
+        softcap: 0: none.
+    """
+    kept = queries.index_select(1, torch.remainder(at, queries.shape[1]))
+    packed = kept.reshape(keys.shape[0], -1, keys.shape[2])  # query heads of a group, then tokens
+    found = scale * (packed @ keys.mT).float()
+    if softcap:
+        found = softcap * torch.tanh(found / softcap)
+    seen = (logits > attention.NEG_INF).any(1, keepdim=True)
+    past = torch.arange(keys.shape[1], device=keys.device) <= at.repeat(queries.shape[0] // keys.shape[0])[:, None]
+    return torch.where(seen & past, found, attention.NEG_INF)
+
+
 @fake_of(select)
 def _(
-    logits: Tensor, keys: Tensor, slow_rows: Tensor, status: Tensor, extent: Tensor, log_position: Tensor, spec: str
-) -> Tensor:
+    logits: Tensor, keys: Tensor, slow_rows: Tensor, status: Tensor, extent: Tensor, log_position: Tensor, spec: str,
+    *_: Any, **__: Any,
+) -> Tensor:  # fmt: skip
     k = min(parse_spec(spec).k_head, keys.shape[2])
     return keys.new_empty(keys.shape[0], keys.shape[1], k, dtype=torch.int64)
 

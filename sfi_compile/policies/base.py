@@ -20,7 +20,7 @@ from sfi_compile.config import SelectorSpec
 @dataclasses.dataclass(frozen=True)
 class Evidence:
     """What a refresh of one row knows at one site: H KV heads, R evidence rows (query heads of a group times queries of
-    the step), N positions, keys of width D."""
+    the step, then of the tokens before it if there is an `evidence_window`), N positions, keys of width D."""
 
     logits: Tensor
     """float32 [H, R, N], the site's own; -inf where masked."""
@@ -47,6 +47,11 @@ class Policy:
     """What `policy=` in the options says."""
     reads_memory: ClassVar[bool] = False
     """Whether a slow step, too, attends to the memory, to the one that it has just filled, and not to everything."""
+
+    @property
+    def window(self) -> int:
+        """Queries of the last so many tokens that it wants to see, at least (`evidence_window`)."""
+        return 1
 
     def scores(self, evidence: Evidence) -> Tensor:
         """How much each position is wanted: [H, N], of which `k_head` candidates of each head are taken, the largest

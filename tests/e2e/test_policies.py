@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, ClassVar
 
 import pytest
@@ -18,7 +19,7 @@ from tests.decoders import BY_NAME
 from tests.harness import FULL, SMALL, compiled, decode, dense_steps, eager_lowering, prompt
 from tests.passes import toys
 
-BASELINES = ("fresh", "random", "streaming", "topk")
+BASELINES = ("fresh", "random", "snapkv", "streaming", "topk")
 
 
 @policies.register
@@ -226,6 +227,83 @@ def test_a_fresh_step_attends_to_what_it_has_just_chosen() -> None:
         wanted = reference.attention(q[b], k_all, v_all, mask, 0.5, None if b == 2 else support)
         torch.testing.assert_close(out[b].double(), wanted, rtol=1e-5, atol=1e-5, equal_nan=True)
     assert out[2].isnan().any()
+
+
+# Queries of earlier tokens
+
+
+def test_earlier_queries_against_literal_loops() -> None:
+    """A ring of four, of which the sequence's own are asked; two query heads a KV head, masked tokens, a softcap."""
+    torch.manual_seed(0)
+    heads, kv_heads, width, size, dim, at, started = 4, 2, 4, 12, 8, 9, 7
+    q = torch.randn(size, 1, heads, 1, dim, dtype=torch.float64)
+    keys = torch.randn(1, kv_heads, size, dim, dtype=torch.float64)
+    ring = torch.full((1, heads, width, dim), torch.nan, dtype=torch.float64)
+    for position in range(3, at + 1):
+        torch.ops.sfi.remember(q[position], torch.tensor([position]), ring)
+    mask = torch.arange(size) <= at
+    mask[4] = False
+    own = reference.logits(q[at][0], keys[0], mask[None, None], 0.3, 5.0)[None].float()
+    for first in (started, 0):
+        Witness.seen.clear()
+        frame = torch.where(torch.arange(size) < 6, 0.0, -torch.inf)[None].float()
+        spec = Config.from_options({"policy": "witness", "k_head": 3, "sink": 0}).selector().to_text()
+        rows, status = torch.tensor([True]), torch.tensor([0])
+        extent, begun = torch.tensor([[at, at + 1, 0]]), torch.tensor([first])
+        asked = (own, keys, rows, status, extent, frame, spec, 0.3, 5.0, ring, torch.tensor([at]), begun)
+        torch.ops.sfi.select(*asked)
+        [found] = Witness.seen
+        earlier = [p for p in range(at - width + 1, at) if p >= first]
+        assert found.shape == (kv_heads, 2 * (1 + len(earlier)), at + 1)
+        for h in range(kv_heads):
+            wanted = [own[0, h, r, : at + 1].tolist() for r in range(2)]
+            for r in range(2):
+                for p in earlier:
+                    raw = [float(q[p, 0, 2 * h + r, 0] @ keys[0, h, t]) * 0.3 for t in range(at + 1)]
+                    sees = [t <= p and t != 4 for t in range(at + 1)]
+                    capped = [5 * math.tanh(x / 5) if s else -math.inf for x, s in zip(raw, sees, strict=True)]
+                    wanted.append(capped)
+            torch.testing.assert_close(found[h], torch.tensor(wanted), rtol=1e-5, atol=1e-5)
+
+
+@policies.register
+@dataclasses.dataclass(frozen=True)
+class Witness(Policy):
+    """Keeps what it is shown."""
+
+    name: ClassVar[str] = "witness"
+    seen: ClassVar[list[Tensor]] = []
+
+    def scores(self, evidence: Evidence) -> Tensor:
+        self.seen.append(evidence.logits.clone())
+        return evidence.log_probabilities.logsumexp(1)
+
+
+def test_queries_of_earlier_steps_are_evidence_until_the_text_changes() -> None:
+    llama = BY_NAME["llama"]
+    model, _ = llama.build()
+    Witness.seen.clear()
+    sites, group = llama.sites, model.config.num_attention_heads // model.config.num_key_value_heads
+    with eager_lowering():
+        forward = compiled(model, **SMALL, policy="witness", evidence_window=5)
+        for _ in range(2):  # the second text, in a cache of its own, knows nothing of the first
+            run = decode(llama, model, forward, prompt(2, 20), 18, 40)
+            slow = [i for i, kind in enumerate(run.kinds) if kind == "slow"]
+            assert slow == [0, 8, 16]
+            counts = [x.shape[1] // group for x in Witness.seen]
+            assert counts == [n for i in slow for n in [min(i + 1, 5)] * 2 * sites]
+            Witness.seen.clear()
+
+
+def test_snapkv_pools_the_attention_of_its_window() -> None:
+    assert Config.from_options({"policy": "snapkv"}).evidence_window == 32
+    assert Config.from_options({"policy": "snapkv(queries=4)", "evidence_window": 8}).evidence_window == 8
+    given = evidence()
+    for h, found in enumerate(chosen("snapkv(pool=5)", given)):
+        mean = given.logits[h].double().softmax(-1).mean(0)
+        pooled = [float(mean[max(t - 2, 0) : t + 3].max()) for t in range(len(mean))]
+        worth = sorted(given.candidates.nonzero().flatten().tolist(), key=lambda t: (-pooled[t], t))
+        assert sorted(pooled[t] for t in found) == pytest.approx(sorted(pooled[t] for t in worth[:7]), rel=1e-5)
 
 
 def test_streaming_holds_the_first_and_the_last_tokens() -> None:

@@ -162,6 +162,19 @@ def test_only_one_policy_has_kernels(monkeypatch: pytest.MonkeyPatch, caplog: py
     assert "kernel-policy: policy 'random(seed=3)'" in without_kernels(work, caplog)
 
 
+def test_earlier_queries_have_no_kernel(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(lowering, "supports", lambda *_: None)
+    work = compiled(record(minimal, *operands()).module, "verify", evidence_window=2)
+    assert "kernel-window: queries of earlier tokens" in without_kernels(work, caplog)
+
+
+def test_under_a_mask_that_adds_a_bias_only_the_own_queries_are_asked() -> None:
+    for function, given, kept in ((minimal, operands(), True), (half_masked, inputs(1), False)):
+        work = compiled(record(function, *given).module, "verify", evidence_window=2)
+        for graph in (work.variants[0].graph, work.variants[1].graph):
+            assert ("remember" in operators(graph)) == kept
+
+
 def without_kernels(work: Work, caplog: pytest.LogCaptureFixture) -> str:
     """What is logged as the graphs, told to be a GPU's, become plain torch."""
     on_gpu = [dataclasses.replace(s, device=torch.device("cuda")) for s in work.state]
@@ -258,6 +271,6 @@ def test_operators_take_positional_arguments() -> None:
 
 
 def test_every_operator_with_a_plain_body_is_lowered() -> None:
-    assert set(ops.plain) == {"gather", "append", "memory_attention"}
+    assert set(ops.plain) == {"gather", "append", "memory_attention", "remember"}
     for name in ops.plain:
         assert isinstance(getattr(torch.ops.sfi, name).default, torch._ops.OpOverload)

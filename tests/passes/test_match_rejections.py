@@ -320,6 +320,7 @@ ELSEWHERE = {
     "weights-used": "tests/passes/test_chains.py",
     "kernel-fill": "tests/passes/test_lower.py",
     "kernel-policy": "tests/passes/test_lower.py",
+    "kernel-window": "tests/passes/test_lower.py",
     **dict.fromkeys(("kernel-triton", "kernel-device", "kernel-dtype"), "tests/kernels/test_supports.py"),
     **dict.fromkeys(("kernel-width", "kernel-rows"), "tests/kernels/test_supports.py"),
 }

@@ -1,0 +1,36 @@
+"""SnapKV's choice: what the last queries attend to, and its neighbours."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from sfi_compile.policies.base import Evidence, Policy, register
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class SnapKV(Policy):
+    """Attention of the last `queries` tokens, added up and pooled over `pool` neighbours (Li et al., arXiv 2404.14469).
+
+    SnapKV chooses once, when the prompt is read; here it chooses at every refresh, unless `refresh_interval` and
+    `min_refresh_gap` are as long as the text to come. Its observation window is the prompt's end: of a prompt that was
+    read before the first step, the first refresh sees the last token alone.
+    """
+
+    name: ClassVar[str] = "snapkv"
+    queries: int = 32
+    pool: int = 7
+
+    @property
+    def window(self) -> int:
+        """The observation window."""
+        return self.queries
+
+    def scores(self, evidence: Evidence) -> Tensor:
+        """Log of the largest sum of probabilities within `pool` positions."""
+        attention = evidence.log_probabilities.logsumexp(1)
+        return torch.nn.functional.max_pool1d(attention, self.pool, stride=1, padding=self.pool // 2)
