@@ -215,6 +215,57 @@ def bench(
         plot_bench(result, plot)
 
 
+@app.command(epilog="Example: sfi stability --model smollm2 --context 2048 --tokens 128 --plot stability.png")
+def stability(
+    model: Model = "smollm2",
+    prompt_file: Annotated[str | None, typer.Option(help="UTF-8 text file to read.")] = None,
+    text: Annotated[str, typer.Option(help="Named text, used without --prompt-file: sotu.")] = "sotu",
+    context: Annotated[int, typer.Option(help="Tokens to prefill; supports are among them.", **_whole(1))] = 2048,
+    tokens: Annotated[int, typer.Option(help="Tokens after them whose attention is measured.", **_whole(2))] = 128,
+    keep: Annotated[float, typer.Option(help="Size of a support, as a share of the context: > 0 and <= 1.")] = 0.1,
+    layers: Annotated[str, typer.Option(help="Layers to measure, from 0; comma-separated, or all.")] = "all",
+    plot: Annotated[Path | None, typer.Option(help="PNG of overlap against distance, and of supports in time.")] = None,
+    seed: Annotated[int, typer.Option(help="Which speech the text begins with.", **_whole(0))] = 0,
+    dtype: Dtype = "float32",
+    device: Device = "auto",
+    threads: Threads = None,
+    json: Json = None,
+) -> None:
+    """Measure how little (or how much) the tokens that a model attends to move from token to token of a real text."""
+    from sfi_compile.lab import report
+
+    report.check_path(json)
+    report.check_path(plot, "--plot")
+    if plot is not None:
+        from sfi_compile.lab.plots import import_pyplot
+
+        import_pyplot()
+    from sfi_compile.lab import models
+    from sfi_compile.lab.stability import Progress, StabilitySettings, parse_layers, run_stability
+
+    _set_threads(threads)
+    screen = report.Screen()
+    settings = StabilitySettings(
+        model=model,
+        prompt_file=prompt_file,
+        text=text,
+        context=context,
+        tokens=tokens,
+        keep=keep,
+        layers=parse_layers(layers),
+        seed=seed,
+        dtype=models.parse_dtype(dtype),
+        device=models.parse_device(device),
+    )
+    result = run_stability(settings, Progress(screen.busy, screen.bar))
+    report.show_stability(screen, result)
+    report.write_json(json, result)
+    if plot is not None:
+        from sfi_compile.lab.plots import plot_stability
+
+        plot_stability(result, plot)
+
+
 @app.command(epilog="Example: sfi doctor")
 def doctor(device: Device = "auto", json: Json = None) -> None:
     """Check the installation: versions, compiler, backend, and a small decoder. Exit code 1 if something is wrong."""
