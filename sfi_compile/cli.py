@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from sfi_compile.config import Config, OptionError
+from sfi_compile.lab.arguments import parse_counts, parse_policies, parse_shares
 from sfi_compile.lab.errors import LabError
 
 app = typer.Typer(
@@ -277,6 +278,57 @@ def evaluate(
         plots.plot_eval(rows, plot)
 
 
+@app.command(epilog="Example: sfi stability --model smollm2 --context 2048 --tokens 128 --plot stability.png")
+def stability(
+    model: Model = "smollm2",
+    prompt_file: Annotated[str | None, typer.Option(help="UTF-8 text file to read.")] = None,
+    text: Annotated[str, typer.Option(help="Named text, used without --prompt-file: sotu.")] = "sotu",
+    context: Annotated[int, typer.Option(help="Tokens to prefill; supports are among them.", **_whole(1))] = 2048,
+    tokens: Annotated[int, typer.Option(help="Tokens after them whose attention is measured.", **_whole(2))] = 128,
+    keep: Annotated[float, typer.Option(help="Size of a support, as a share of the context: > 0 and <= 1.")] = 0.1,
+    layers: Annotated[str, typer.Option(help="Layers to measure, from 0; comma-separated, or all.")] = "all",
+    plot: Annotated[Path | None, typer.Option(help="PNG of overlap against distance, and of supports in time.")] = None,
+    seed: Annotated[int, typer.Option(help="Which speech the text begins with.", **_whole(0))] = 0,
+    dtype: Dtype = "float32",
+    device: Device = "auto",
+    threads: Threads = None,
+    json: Json = None,
+) -> None:
+    """Measure how little (or how much) the tokens that a model attends to move from token to token of a real text."""
+    from sfi_compile.lab import report
+
+    report.check_path(json)
+    report.check_path(plot, "--plot")
+    if plot is not None:
+        from sfi_compile.lab.plots import import_pyplot
+
+        import_pyplot()
+    from sfi_compile.lab import models
+    from sfi_compile.lab.stability import Progress, StabilitySettings, parse_layers, run_stability
+
+    _set_threads(threads)
+    screen = report.Screen()
+    settings = StabilitySettings(
+        model=model,
+        prompt_file=prompt_file,
+        text=text,
+        context=context,
+        tokens=tokens,
+        keep=keep,
+        layers=parse_layers(layers),
+        seed=seed,
+        dtype=models.parse_dtype(dtype),
+        device=models.parse_device(device),
+    )
+    result = run_stability(settings, Progress(screen.busy, screen.bar))
+    report.show_stability(screen, result)
+    report.write_json(json, result)
+    if plot is not None:
+        from sfi_compile.lab.plots import plot_stability
+
+        plot_stability(result, plot)
+
+
 @app.command(epilog="Example: sfi doctor")
 def doctor(device: Device = "auto", json: Json = None) -> None:
     """Check the installation: versions, compiler, backend, and a small decoder. Exit code 1 if something is wrong."""
@@ -313,43 +365,6 @@ def parse_options(items: Sequence[str] | None) -> dict[str, Any]:
             options[key.strip()] = value.strip()
     Config.from_options(options)
     return options
-
-
-def parse_counts(name: str, text: str) -> tuple[int, ...]:
-    """`"2048,8192"` as whole numbers. Raises LabError if one is not a whole number >= 1."""
-    counts = []
-    for item in text.split(","):
-        if not item.strip().isdecimal() or int(item) < 1:
-            raise LabError(f"{name} is {text!r}; allowed: whole numbers >= 1, comma-separated")
-        counts.append(int(item))
-    return tuple(counts)
-
-
-def parse_shares(name: str, text: str) -> tuple[float, ...]:
-    """`"0.05,0.1"` as numbers. Raises LabError if one is not above 0 and up to 1."""
-    shares = []
-    for item in text.split(","):
-        try:
-            share = float(item)
-        except ValueError:
-            share = 0.0
-        if not 0.0 < share <= 1.0:
-            raise LabError(f"{name} is {text!r}; allowed: numbers > 0 and <= 1, comma-separated")
-        shares.append(share)
-    return tuple(shares)
-
-
-def parse_policies(text: str) -> tuple[str, ...]:
-    """`"topk,mine(a=1,b=2)"`: commas inside brackets belong to a policy."""
-    found = [""]
-    depth = 0
-    for char in text:
-        depth += {"(": 1, ")": -1}.get(char, 0)
-        if char == "," and not depth:
-            found.append("")
-        else:
-            found[-1] += char
-    return tuple(part.strip() for part in found)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -27,7 +27,7 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("command", ["generate", "explain", "bench", "doctor"])
+@pytest.mark.parametrize("command", ["generate", "explain", "bench", "stability", "doctor"])
 def test_help_shows_an_example_and_the_json_option(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([command, "--help"]) == 0
     shown = capsys.readouterr().out
@@ -38,7 +38,7 @@ def test_help_shows_an_example_and_the_json_option(command: str, capsys: pytest.
 def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     shown = capsys.readouterr().out
-    assert all(command in shown for command in ("generate", "explain", "bench", "doctor"))
+    assert all(command in shown for command in ("generate", "explain", "bench", "stability", "doctor"))
 
 
 def test_the_module_runs_and_ends_with_one_line_and_exit_code_2() -> None:

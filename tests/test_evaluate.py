@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sfi_compile import cli
-from sfi_compile.lab import evaluate, plots, tasks
+from sfi_compile.lab import arguments, evaluate, plots, tasks
 from sfi_compile.lab.errors import LabError
 from sfi_compile.lab.records import Records
 from tests.harness import eager_lowering
@@ -279,7 +279,7 @@ def test_bad_requests_are_one_line(
 
 
 def test_policies_keep_their_commas() -> None:
-    assert cli.parse_policies("sfi, mine(a=1,b=(2,3)),topk") == ("sfi", "mine(a=1,b=(2,3))", "topk")
+    assert arguments.parse_policies("sfi, mine(a=1,b=(2,3)),topk") == ("sfi", "mine(a=1,b=(2,3))", "topk")
 
 
 def test_a_figure_has_a_line_for_each_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,6 +109,61 @@ def plot_eval(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     pyplot.close(figure)
 
 
+def plot_stability(result: Mapping[str, Any], path: Path) -> None:
+    """Left, overlap and captured mass against distance; right, where supports lie in time, with sentence ends marked.
+
+    Raises:
+        LabError: matplotlib is missing.
+    """
+    pyplot = import_pyplot()
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 5), width_ratios=(1, 1.2))
+    colours = {"within": "tab:blue", "across": "tab:orange"}
+    names = {"within": "in a sentence", "across": "across an end"}
+    whole, far = result["supports"]["all"], result["supports"]["far"]
+    drawn = (
+        (whole, "overlap", "overlap", "o-"),
+        (far, "overlap", "overlap, far positions", ".:"),
+        (whole, "captured", "mass captured", "s--"),
+    )
+    for relation, colour in colours.items():
+        for found, key, label, style in drawn:
+            points = [
+                (row["distance"], row[key]["mean"])
+                for row in found["rows"]
+                if row["relation"] == relation and row["pairs"]
+            ]
+            if points:
+                left.plot(*zip(*points, strict=True), style, color=colour, label=f"{label}, {names[relation]}")
+    every = [row for row in whole["rows"] if row["relation"] == "all" and row["pairs"]]
+    distances = [row["distance"] for row in every]
+    left.plot(distances, [row["own"]["mean"] for row in every], color="black", alpha=0.5, label="mass of its own best")
+    left.axhline(whole["chance"], color="grey", linewidth=0.8, label="overlap by chance")
+    left.set_xscale("log", base=2)
+    left.set_xticks(distances, [str(distance) for distance in distances])
+    left.set_ylim(0, 1)
+    left.set_xlabel("tokens apart")
+    left.set_ylabel("overlap; share of the mass")
+    left.grid(True, alpha=0.3)
+    left.legend(fontsize="small")
+    shown = result["support_map"]
+    share = [list(row) for row in zip(*shown["share"], strict=True)]
+    scale = pyplot.matplotlib.colors.PowerNorm(0.5, 0, 1)
+    steps = [step - 0.5 for step in range(result["tokens"] + 1)]
+    image = right.pcolormesh(steps, shown["bin_edges"], share, norm=scale, rasterized=True)
+    for step in result["sentence_ends"]:
+        right.axvline(step, color="red", linewidth=0.8, alpha=0.6)
+    right.set_xlabel("token after the context (red: ends a sentence)")
+    right.set_ylabel("position in the context")
+    figure.colorbar(image, ax=right, label="share of heads that hold a position, mean of the bin")
+    count, heads = len(result["layers"]), sum(result["kv_heads"])
+    left.set_title(f"supports of {whole['k']} of {whole['positions']} positions")
+    right.set_title(f"supports of {heads} KV heads in {count} layers")
+    figure.suptitle(f"{Path(result['model']).name}, {result['context']} + {result['tokens']} tokens")
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
 def _thousands(count: int) -> str:
     """8192 as 8K."""
     return f"{count // 1024}K" if count % 1024 == 0 else str(count)

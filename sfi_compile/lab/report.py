@@ -228,6 +228,40 @@ def show_eval(screen: Screen, rows: Iterable[Mapping[str, Any]]) -> None:
     screen.out.print(table)
 
 
+def show_stability(screen: Screen, result: Mapping[str, Any]) -> None:
+    """Tables of `sfi stability`: one for each range of positions."""
+    facts = _table(None, "", "value")
+    facts.add_row("text", f"{result['context']} tokens prefilled, the next {result['tokens']} measured")
+    facts.add_row("sentence ends among these", str(len(result["sentence_ends"])))
+    heads = sum(result["kv_heads"])
+    facts.add_row("layers measured", f"{len(result['layers'])}, with {heads} KV heads together")
+    screen.out.print(facts)
+    columns = {"within": "in a sentence", "across": "across an end", "from_end": "from an end"}
+    columns["into_end"] = "into an end"
+    for found in result["supports"].values():
+        first, last = found["first"], found["first"] + found["positions"] - 1
+        title = f"supports of {found['k']} of positions {first} to {last}: overlap, mass of the best (pairs)"
+        table = _table(title, "apart", *columns.values())
+        rows = {(row["distance"], row["relation"]): row for row in found["rows"]}
+        for distance in sorted({distance for distance, _ in rows}):
+            table.add_row(str(distance), *(_stability(rows[distance, relation]) for relation in columns))
+        screen.out.print(table)
+        share = _share(found["mass"]["mean"])
+        screen.out.print(f"overlap by chance {found['chance']:.2f}; these positions get {share} of the attention")
+        if found["unfilled"]:
+            screen.out.print(
+                f"warning: {_share(found['unfilled'])} of these supports had to take positions of probability 0, the "
+                "lowest ones, which overlap for no reason; try a smaller --keep, or --dtype float32"
+            )
+
+
+def _stability(row: Mapping[str, Any]) -> str:
+    if not row["pairs"]:
+        return "–"
+    overlap, captured, own = (row[key]["mean"] for key in ("overlap", "captured", "own"))
+    return f"{overlap:.2f} {number(captured / own if own else None, '.0%')} ({row['pairs']})"
+
+
 def show_families(screen: Screen, result: Mapping[str, Any]) -> None:
     """Table of `sfi explain --families`."""
     table = _table("attention sites of one decode step", "decoder", "rewritten", "left dense", "why")

@@ -1,0 +1,282 @@
+"""`sfi stability`: how far the tokens that dense attention uses stay the same, on a model and a text of the user's.
+
+Imports the package's public names and the lab.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import sfi_compile
+from sfi_compile.lab.bench import versions
+from sfi_compile.lab.decode import prefill
+from sfi_compile.lab.errors import LabError
+from sfi_compile.lab.models import load, static_cache
+from sfi_compile.lab.overlap import Track, bin_edges, spread, summarise
+from sfi_compile.lab.texts import CHARS_PER_TOKEN, named_text, prompt_ids, read_prompt
+
+SINK, RECENT = 4, 64
+"""Positions at either end of the context that "far" leaves out."""
+BINS = 64
+"""Parts of the context in `support_map`."""
+CHUNK = 32
+"""Tokens measured in one call of the model, at most."""
+CHUNK_BYTES = 2**27
+"""Size of one layer's float32 probabilities for such a chunk, at most (one token always fits)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StabilitySettings:
+    """What to measure: `tokens` tokens after `context` others. `layers` None: all that can be measured."""
+
+    model: str
+    prompt_file: str | None
+    text: str
+    context: int
+    tokens: int
+    keep: float
+    layers: tuple[int, ...] | None
+    seed: int
+    dtype: torch.dtype
+    device: str
+
+    def ranges(self) -> dict[str, tuple[int, int, int]]:
+        """Name → first position, position after the last one, and size of a support among them.
+
+        "all" is the whole prefilled context, which every measured token has behind it; positions of measured tokens
+        are left out, since none of these sees those after it. "far" is the same without the first `SINK` and the last
+        `RECENT` positions: sinks and recent tokens are what supports most likely share.
+
+        Raises:
+            LabError: a number out of range, or so few positions that a support would be empty.
+        """
+        if not 0 < self.keep <= 1:
+            raise LabError(f"--keep is {self.keep:g}; allowed: a share of the context > 0 and <= 1")
+        if self.tokens < 2:
+            raise LabError(f"--tokens is {self.tokens}; allowed: a whole number >= 2")
+        if self.context <= SINK + RECENT:
+            raise LabError(f"--context is {self.context}; allowed: a whole number > {SINK + RECENT}")
+        found = {}
+        for name, first, end in (("all", 0, self.context), ("far", SINK, self.context - RECENT)):
+            k = round(self.keep * (end - first))
+            if not k:
+                raise LabError(f"--keep is {self.keep:g}, less than one of {end - first} positions; raise it")
+            found[name] = first, end, k
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """Where progress goes; the defaults are silent."""
+
+    busy: Callable[[str], AbstractContextManager[None]] = lambda text: nullcontext()
+    """A spinner with that text while the context lasts."""
+    bar: Callable[[int, str], AbstractContextManager[Callable[[int], None]]] = lambda total, what: nullcontext(_ignore)
+    """A bar over `total` tokens; the context gives the function that advances it."""
+
+
+def _ignore(value: object) -> None:
+    pass
+
+
+def run_stability(settings: StabilitySettings, progress: Progress | None = None) -> dict[str, Any]:
+    """Feed real text to the dense model and compare the supports of its tokens; keys as in docs/cli.md.
+
+    The first `context` tokens of the text are prefilled; the `tokens` after them are fed as they stand in it, whatever
+    the model would have said. The support of a token, per layer and KV head, is the `k` positions (of "all" or "far",
+    see `StabilitySettings.ranges`) with the most probability, averaged over the query heads of the group. No sink or
+    recent token is in it unless its probability puts it there.
+
+    Raises:
+        LabError: what cannot be loaded, does not fit, or does not give its attention probabilities.
+    """
+    show, ranges = progress or Progress(), settings.ranges()
+    # Read the prompt before the weights: a wrong path should fail at once.
+    needed = settings.context + settings.tokens
+    if settings.prompt_file:
+        text = read_prompt(settings.prompt_file)
+    else:
+        text = named_text(settings.text, needed * CHARS_PER_TOKEN, settings.seed)
+    with show.busy(f"loading {settings.model}"):
+        model, tokenizer = load(settings.model, settings.dtype, settings.device)
+        ids = prompt_ids(tokenizer, text, needed).to(settings.device)
+    _check(settings, model, ids.shape[1])
+    boundaries = set(sfi_compile.sentence_boundaries(tokenizer))
+    ends = [token in boundaries for token in ids[0, settings.context :].tolist()]
+
+    cache = static_cache(model, needed)
+    with show.bar(settings.context, "prefilling") as advance:
+        prefill(model, ids[:, : settings.context], cache, advance)
+    tracks: dict[str, dict[int, Track]] = {name: {} for name in ranges}
+    bins = min(BINS, settings.context)
+
+    def compare(layer: int, probabilities: Tensor) -> None:
+        for name, (first, end, k) in ranges.items():
+            track = tracks[name].setdefault(layer, Track(k, bins=bins if name == "all" else 0))
+            track.add(probabilities[..., first:end])
+
+    with show.bar(settings.tokens, "measuring") as advance, probabilities_of(model, settings.layers, needed, compare):
+        for chunk in torch.split(ids[:, settings.context :], _chunk(model, needed), dim=1):
+            prefill(model, chunk, cache, advance)
+    layers = _measured(settings, tracks["all"])
+    heads = [tracks["all"][layer].mass().shape[1] for layer in layers]
+    edges = bin_edges(settings.context, bins)
+    sizes = torch.tensor(edges).diff() * sum(heads)
+    held = torch.stack([tracks["all"][layer].counts() for layer in layers]).sum(0) / sizes
+    return {
+        "model": settings.model,
+        "text": settings.prompt_file or settings.text,
+        "seed": settings.seed,
+        "context": settings.context,
+        "tokens": settings.tokens,
+        "keep": settings.keep,
+        "dtype": str(settings.dtype).removeprefix("torch."),
+        "device": settings.device,
+        "layers": layers,
+        "kv_heads": heads,
+        "sentence_ends": [index for index, end in enumerate(ends) if end],
+        "supports": {
+            name: _range(ranges[name], [tracks[name][layer] for layer in layers], layers, ends) for name in ranges
+        },
+        "support_map": {
+            "bin_edges": edges,
+            "share": [[round(share, 4) for share in row] for row in held.tolist()],
+        },
+        "versions": versions(),
+    }
+
+
+@contextlib.contextmanager
+def probabilities_of(
+    model: Any, layers: Sequence[int] | None, positions: int, each: Callable[[int, Tensor], None]
+) -> Iterator[None]:
+    """While it lasts, the model attends eagerly, and `each` gets (layer, probabilities) of every layer as it runs.
+
+    Probabilities are float32 [tokens, kv_heads, positions], averaged over the query heads of the group. They are
+    dropped after the call, so that no two layers' are held. Layers that do not attend to all `positions` of the static
+    cache (sliding windows, linear attention) are passed over.
+
+    Raises:
+        LabError: the model's attention cannot be made eager.
+    """
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    if model.config._attn_implementation != "eager":
+        raise LabError(
+            f"{type(model).__name__} cannot be set to eager attention, so it gives no probabilities; allowed: decoders "
+            "on the attention interface of transformers"
+        )
+
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        weights = output[1] if isinstance(output, tuple) and len(output) > 1 else None
+        if not isinstance(weights, Tensor) or weights.ndim != 4 or weights.shape[-1] != positions:
+            return
+        group = int(getattr(module, "num_key_value_groups", 0)) or _group(model, weights.shape[1])
+        heads, tokens = weights.shape[1] // group, weights.shape[2]
+        grouped = weights.float().view(heads, group, tokens, positions).mean(1)
+        each(_layer(module), grouped.transpose(0, 1))
+
+    hooks = [
+        module.register_forward_hook(hook) for module in _numbered(model) if layers is None or _layer(module) in layers
+    ]
+    try:
+        yield
+    finally:
+        for handle in hooks:
+            handle.remove()
+        model.set_attn_implementation(before)
+
+
+def parse_layers(text: str) -> tuple[int, ...] | None:
+    """`"0,5,29"` as layer numbers, `"all"` as None. Raises LabError if one is not a whole number >= 0."""
+    if text.strip() == "all":
+        return None
+    items = [item.strip() for item in text.split(",")]
+    if not all(item.isdecimal() for item in items):
+        raise LabError(f"--layers is {text!r}; allowed: all, or whole numbers >= 0, comma-separated")
+    return tuple(sorted({int(item) for item in items}))
+
+
+def _check(settings: StabilitySettings, model: Any, available: int) -> None:
+    needed = settings.context + settings.tokens
+    if available < needed:
+        raise LabError(
+            f"the text has {available} tokens; --context {settings.context} and --tokens {settings.tokens} "
+            f"need {needed}"
+        )
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if positions is not None and needed > positions:
+        raise LabError(
+            f"{settings.context} context and {settings.tokens} more tokens do not fit the model's {positions} "
+            "positions; lower --context or --tokens"
+        )
+    count = model.config.get_text_config().num_hidden_layers
+    wrong = [layer for layer in settings.layers or () if layer >= count]
+    if wrong:
+        raise LabError(f"--layers has {wrong[0]}; allowed: 0 to {count - 1}")
+
+
+def _measured(settings: StabilitySettings, tracks: dict[int, Track]) -> list[int]:
+    """The layers that gave probabilities once for each token, ascending."""
+    # A block that several layers share (Zamba) gives them more often; whose they are cannot be told.
+    found = sorted(layer for layer, track in tracks.items() if len(track.mass()) == settings.tokens)
+    missing = [layer for layer in settings.layers or () if layer not in found]
+    if missing or not found:
+        which = f"layer {missing[0]} of {settings.model!r}" if missing else f"model {settings.model!r}"
+        raise LabError(
+            f"{which} gives no attention probabilities over the whole context; allowed: layers with full attention"
+        )
+    return found
+
+
+def _range(
+    chosen: tuple[int, int, int], tracks: Sequence[Track], layers: Sequence[int], ends: Sequence[bool]
+) -> dict[str, Any]:
+    """The part of the result for one range of positions; `tracks` are those of `layers`."""
+    first, end, k = chosen
+    by_layer = [
+        {"layer": layer, **{key: row[key] for key in ("distance", "overlap", "captured", "own")}}
+        for layer, track in zip(layers, tracks, strict=True)
+        for row in summarise([track], ends)
+        if row["relation"] == "all"
+    ]
+    return {
+        "first": first,
+        "positions": end - first,
+        "k": k,
+        "chance": round(k / (end - first), 6),
+        "mass": spread(torch.cat([track.mass() for track in tracks], 1)),
+        "unfilled": round(torch.cat([track.unfilled() for track in tracks], 1).double().mean().item(), 6),
+        "rows": summarise(tracks, ends),
+        "by_layer": by_layer,
+    }
+
+
+def _layer(module: nn.Module) -> int:
+    """The number of the layer that a module is part of; -1 of a module that does not know."""
+    number = getattr(module, "layer_idx", None)
+    return number if isinstance(number, int) else -1
+
+
+def _numbered(model: nn.Module) -> list[nn.Module]:
+    """The innermost modules that know their layer: attention, not the decoder layer around it."""
+    known = [module for module in model.modules() if _layer(module) >= 0]
+    return [module for module in known if not any(_layer(part) >= 0 for part in module.modules() if part is not module)]
+
+
+def _group(model: Any, query_heads: int) -> int:
+    kv_heads = getattr(model.config.get_text_config(), "num_key_value_heads", None) or query_heads
+    return max(query_heads // int(kv_heads), 1)
+
+
+def _chunk(model: Any, positions: int) -> int:
+    heads = int(model.config.get_text_config().num_attention_heads)
+    return max(1, min(CHUNK, math.floor(CHUNK_BYTES / (4 * heads * positions))))
