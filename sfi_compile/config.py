@@ -34,8 +34,15 @@ PRESETS: dict[str, dict[str, Any]] = {
         "lambda_clip_multi": 0.01,
         "refresh_interval": 96,
     },
+    "balanced": {
+        "policy": "reach",
+        "recent": 160,
+        "refresh_interval": 18,
+        "min_refresh_gap": 18,
+    },
 }
-"""The two published settings (arXiv 2603.12038); explicit options win over them."""
+"""The two published settings (arXiv 2603.12038), and one chosen by measurement on a small model
+(docs/results/fidelity.md); explicit options win over them."""
 
 
 class OptionError(ValueError):

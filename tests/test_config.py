@@ -100,10 +100,19 @@ def test_the_default_preset_is_the_defaults() -> None:
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_explicit_options_win_over_the_preset(preset: str) -> None:
     for key, value in PRESETS[preset].items():
-        other = value / 2 if isinstance(value, float) else value + 1
+        other = "streaming" if key == "policy" else value / 2 if isinstance(value, float) else value + 1
         for options in ({"preset": preset, key: other}, {key: other, "preset": preset}):
             values = dataclasses.asdict(Config.from_options(options))
-            assert values == {**dataclasses.asdict(Config.from_options({"preset": preset})), key: other}
+            wanted = {**dataclasses.asdict(Config.from_options({"preset": preset})), key: other}
+            if key == "policy":  # it asks for as many queries as it wants, and no more
+                wanted["evidence_window"] = 1
+            assert values == wanted
+
+
+def test_balanced_is_what_was_measured() -> None:
+    config = Config.from_options({"preset": "balanced"})
+    assert (config.policy, config.evidence_window, config.recent) == ("reach", 16, 160)
+    assert (config.refresh_interval, config.min_refresh_gap, config.k_head) == (18, 18, 1536)
 
 
 @pytest.mark.parametrize("preset", ["paper", "Paper-Speed", "", None, 3, ["paper-speed"], {}, True])
@@ -287,7 +296,7 @@ def test_a_selector_spec_survives_its_text(spec: SelectorSpec) -> None:
 def test_a_presets_selector_spec_survives_its_text(preset: str) -> None:
     spec = Config.from_options({"preset": preset}).selector()
     assert SelectorSpec.from_text(spec.to_text()) == spec
-    assert spec.to_text().startswith(f"k_head={spec.k_head} sink=4 recent=256 alpha=0.5 ")
+    assert spec.to_text().startswith(f"k_head={spec.k_head} sink=4 recent={spec.recent} alpha=0.5 ")
 
 
 @pytest.mark.parametrize(

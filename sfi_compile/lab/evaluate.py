@@ -29,6 +29,8 @@ from sfi_compile.lab.texts import CHARS_PER_TOKEN, named_text, read_prompt
 
 CHUNK = 32
 """Tokens after the context that the reference takes at once: bounds the logits of a large vocabulary."""
+LEAST_RECENT = 32
+"""Tokens: a short memory still knows the last sentence."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +67,8 @@ class Progress:
 def options_of(policy: str, keep: float, context: int, options: dict[str, Any]) -> dict[str, Any]:
     """Backend options under which a memory holds `keep` of a context of that many tokens.
 
-    Sinks, the recent segment and the selection count, as they are after a refresh; the recent segment takes half of the
-    budget at most.
+    Sinks, the recent segment and the selection count, as they are after a refresh. The recent segment keeps its share
+    of the preset's memory, but has `LEAST_RECENT` tokens at least, and half of the budget at most.
 
     Raises:
         LabError: `k_head` or `policy` is among the options, or the budget is too small.
@@ -78,7 +80,9 @@ def options_of(policy: str, keep: float, context: int, options: dict[str, Any]) 
     chosen = {"preset": policy} if policy in PRESETS else {"policy": policy}
     config = sfi_compile.Config.from_options({**chosen, **options})
     budget = round(keep * context)
-    recent = config.recent if "recent" in options else min(config.recent, max(budget // 2, 1))
+    share = config.recent / (config.sink + config.recent + config.k_head)
+    scaled = max(min(max(round(share * budget), LEAST_RECENT), budget // 2), 1)
+    recent = config.recent if "recent" in options else scaled
     k_head = budget - config.sink - recent
     if k_head < 1:
         raise LabError(
@@ -142,8 +146,9 @@ def _key(settings: EvalSettings, context: int, policy: str, keep: float, task: s
     """What a record must agree in to be of this evaluation."""
     return {
         "model": settings.model, "text": settings.prompt_file or settings.text, "seed": settings.seed,
-        "dtype": str(settings.dtype).removeprefix("torch."), "options": settings.options, "context": context,
-        "new_tokens": settings.new_tokens, "passages": settings.passages, "policy": policy, "keep": keep, "task": task,
+        "dtype": str(settings.dtype).removeprefix("torch."), "context": context, "new_tokens": settings.new_tokens,
+        "passages": settings.passages, "policy": policy, "keep": keep, "task": task,
+        "options": options_of(policy, keep, context, settings.options),
     }  # fmt: skip
 
 

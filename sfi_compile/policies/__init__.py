@@ -7,12 +7,13 @@ refresh; all go through the same passes and the same memory. May import kernels 
 from sfi_compile.policies.base import Evidence, Policy, names, parse, register, scores_of
 from sfi_compile.policies.fresh import Fresh
 from sfi_compile.policies.random import Random
+from sfi_compile.policies.reach import Reach
 from sfi_compile.policies.sfi import Sfi
 from sfi_compile.policies.snapkv import SnapKV
 from sfi_compile.policies.streaming import Streaming
 from sfi_compile.policies.topk import TopK
 
 __all__ = [
-    "Evidence", "Fresh", "Policy", "Random", "Sfi", "SnapKV", "Streaming", "TopK",
+    "Evidence", "Fresh", "Policy", "Random", "Reach", "Sfi", "SnapKV", "Streaming", "TopK",
     "names", "parse", "register", "scores_of",
 ]  # fmt: skip

@@ -19,7 +19,7 @@ from tests.decoders import BY_NAME
 from tests.harness import FULL, SMALL, compiled, decode, dense_steps, eager_lowering, prompt
 from tests.passes import toys
 
-BASELINES = ("fresh", "random", "snapkv", "streaming", "topk")
+BASELINES = ("fresh", "random", "reach", "snapkv", "streaming", "topk")
 
 
 @policies.register
@@ -304,6 +304,19 @@ def test_snapkv_pools_the_attention_of_its_window() -> None:
         pooled = [float(mean[max(t - 2, 0) : t + 3].max()) for t in range(len(mean))]
         worth = sorted(given.candidates.nonzero().flatten().tolist(), key=lambda t: (-pooled[t], t))
         assert sorted(pooled[t] for t in found) == pytest.approx(sorted(pooled[t] for t in worth[:7]), rel=1e-5)
+
+
+@pytest.mark.parametrize(("ahead", "decay"), [(4, 0.8), (0, 0.5), (60, 1.0), (5, 0.0)])
+def test_reach_carries_attention_on(ahead: int, decay: float) -> None:
+    assert Config.from_options({"policy": "reach"}).evidence_window == 16
+    for seed in range(5):
+        given = evidence(seed=seed)
+        for h, found in enumerate(chosen(f"reach(ahead={ahead},decay={decay})", given)):
+            mean = given.logits[h].double().softmax(-1).mean(0).tolist()
+            reached = [max(decay**e * mean[t - e] for e in range(min(ahead, t) + 1)) for t in range(len(mean))]
+            # What comes after a peak has the very same score without decay: the lower position then wins.
+            worth = sorted(given.candidates.nonzero().flatten().tolist(), key=lambda t: (-round(reached[t], 9), t))
+            assert found == sorted(worth[:7])
 
 
 def test_streaming_holds_the_first_and_the_last_tokens() -> None:
