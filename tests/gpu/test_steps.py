@@ -230,6 +230,25 @@ def test_several_tokens_a_step() -> None:
     assert kind == "fast"
 
 
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+@pytest.mark.parametrize("policy", ["reach", "random"])
+def test_policies_without_kernels_run_as_plain_torch(policy: str, mode: str | None) -> None:
+    """Slow steps are dense, and so is a memory of everything."""
+    model = decoder(torch.float32)
+    dense, full = (Session(model, 2, o) for o in (None, {**FULL, "policy": policy, "mode": mode}))
+    small = Session(model, 2, {**SMALL, "policy": policy, "mode": mode})
+    for _ in range(12):
+        token = dense.next
+        wanted = dense.step(token)
+        torch.testing.assert_close(full.step(token), wanted, rtol=1e-3, atol=1e-3)
+        found = small.step(token)
+        if len(small.kinds) == 1:  # later, the cache holds what fast steps wrote
+            torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+    assert full.kinds.count("fast") >= 6
+    assert small.kinds.count("fast") >= 6
+    assert small.kinds.count("slow") >= 2
+
+
 def test_caches_by_turns_and_a_new_one() -> None:
     model = decoder()
     options = {**SMALL, "mode": "reduce-overhead"}
