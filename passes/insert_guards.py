@@ -9,6 +9,7 @@ context-sized values (`sfi::gather`): pushing those gathers to the roots is `com
 from __future__ import annotations
 
 import dataclasses
+import logging
 import operator
 from typing import Any, ClassVar
 
@@ -24,6 +25,8 @@ from sfi_compile.passes.base import Builder, Pass, StateTensor, Work, substitute
 from sfi_compile.passes.dataflow import remove_dead
 from sfi_compile.passes.shapes import constant_of, shape_of
 from sfi_compile.site import CacheWrite, Site
+
+log = logging.getLogger("sfi_compile")
 
 SHARED = {
     "sfi_slow_rows": torch.bool,
@@ -49,9 +52,14 @@ def shared_state(config: Config) -> dict[str, torch.dtype]:
     return {**SHARED, STARTED: torch.int64} if config.evidence_window > 1 else SHARED
 
 
-def site_state(config: Config) -> tuple[str, ...]:
+def site_state(site: Site, config: Config) -> tuple[str, ...]:
     """What each site has for itself."""
-    return (*PER_SITE, QUERIES) if config.evidence_window > 1 else PER_SITE
+    return (*PER_SITE, QUERIES) if _asks_earlier(site, config) else PER_SITE
+
+
+def _asks_earlier(site: Site, config: Config) -> bool:
+    """Whether queries of earlier tokens are evidence: what they saw is known where a mask only blocks."""
+    return config.evidence_window > 1 and site.mask is not None and example(site.mask).dtype == torch.bool
 
 
 def devices_of(sites: tuple[Site, ...]) -> dict[torch.device, str]:
@@ -75,7 +83,7 @@ def state_of(sites: tuple[Site, ...], config: Config) -> tuple[StateTensor, ...]
         state.append(StateTensor(f"sfi_held_{i}", base, torch.int64, site.device))
         state.append(StateTensor(f"sfi_mem_k_{i}", (*base, site.key_dim), site.dtype, site.device))
         state.append(StateTensor(f"sfi_mem_v_{i}", (*base, site.value_dim), site.dtype, site.device))
-        if config.evidence_window > 1:
+        if _asks_earlier(site, config):
             shape = (site.batch, site.query_heads, max(config.evidence_window, site.query_len), site.key_dim)
             state.append(StateTensor(f"{QUERIES}_{i}", shape, site.dtype, site.device))
     return tuple(state)
@@ -93,6 +101,8 @@ class InsertGuards(Pass):
         """The guarded graph."""
         module = copy_graph_module(work.graph)
         match = transfer(work.matched, work.graph.graph, module.graph)
+        if work.config.evidence_window > 1 and not all(_asks_earlier(s, work.config) for s in match.sites):
+            log.warning("sfi: masks that add numbers: there, a refresh asks the queries of its own step alone")
         builder = Builder(module.graph)
         state = state_of(match.sites, work.config)
         inputs = {s.name: add_static_input(module.graph, s.name, s.allocate(), builder.mode) for s in state}
@@ -145,7 +155,7 @@ def _guard_site(
     """Replace one canonical attention node, and what it stands for; the node that now holds its value."""
     given = {"q": site.query, "k": site.key, "v": site.value, "mask": site.mask, "sinks": site.sinks, "fill": site.fill}
     named = {name: n for name, n in given.items() if n is not None}
-    shared, own = ("sfi_position", *shared_state(work.config)), site_state(work.config)
+    shared, own = ("sfi_position", *shared_state(work.config)), site_state(site, work.config)
     names = [*named, *shared, *own]
     operands = (
         *named.values(),
@@ -185,14 +195,9 @@ def _branch(values: dict[str, Any], site: Site, work: Work, build: Any) -> fx.Gr
 
 
 def _fast_branch(b: Builder, n: dict[str, fx.Node], site: Site, work: Work) -> fx.Node:
-    if _asks_earlier(n):
+    if QUERIES in n:
         b.call(torch.ops.sfi.remember.default, n["q"], n["sfi_position"], n[QUERIES])
     return _from_memory(b, n, site, work)
-
-
-def _asks_earlier(n: dict[str, fx.Node]) -> bool:
-    """Whether queries of earlier tokens are evidence: what they saw is known where a mask only blocks."""
-    return QUERIES in n and example(n["mask"]).dtype == torch.bool
 
 
 def _from_memory(b: Builder, n: dict[str, fx.Node], site: Site, work: Work) -> fx.Node:
@@ -250,7 +255,7 @@ def _slow_branch(b: Builder, n: dict[str, fx.Node], site: Site, work: Work) -> f
     out, logits, extent, log_position, held = _dense(b, n, site, work)
     remembered = _from_memory(b, n, site, work) if site.batch > 1 and not at_once else None
     asked: tuple[Any, ...] = (logits, n["k"], rows, status, extent, log_position, spec)
-    if _asks_earlier(n):
+    if QUERIES in n:
         b.call(sfi.remember.default, n["q"], n["sfi_position"], n[QUERIES])
         asked += (site.scale, site.softcap, n[QUERIES], n["sfi_position"], n[STARTED])
     selected = b.call(sfi.select.default, *asked)

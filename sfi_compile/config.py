@@ -112,7 +112,8 @@ class Config:
     boundary_token_ids: tuple[int, ...] = ()
     """Token ids that end a sentence or clause; empty: the interval alone decides. See `sentence_boundaries`."""
     evidence_window: int = 1
-    """Queries of the last so many tokens that a refresh asks what they attend to (>= 1); a policy may ask for more."""
+    """Queries of the last so many tokens that a refresh asks what they attend to (>= 1); a policy may ask for more.
+    Under a mask that adds numbers, the step's own queries alone are asked."""
     min_context: int | None = None
     """Context (tokens) from which rows keep a memory. None: the larger of the memory and the cost model's break-even;
     0: always, also when the memory holds everything."""
@@ -187,8 +188,8 @@ class Config:
 
 
 def within(config: Config, context: int) -> Config:
-    """The same for caches of at most `context` positions: no part of a memory need be longer than that."""
-    names = ("sink", "recent", "refresh_interval")
+    """The same for caches of at most `context` positions: nothing need be longer than that."""
+    names = ("sink", "recent", "refresh_interval", "evidence_window")
     return dataclasses.replace(config, **{name: min(getattr(config, name), context) for name in names})
 
 

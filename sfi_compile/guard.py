@@ -250,7 +250,7 @@ class _Captured:
     """
 
     def __init__(self, device: torch.device, compute: Callable[[], list[Tensor]], host: Tensor) -> None:
-        self.graph = torch.cuda.CUDAGraph()
+        self.graph, self.device = torch.cuda.CUDAGraph(), device
         with torch.cuda.device(device), torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             self.values = torch.cat(compute()).long()
             self.host = host[: self.values.shape[0]]
@@ -260,7 +260,7 @@ class _Captured:
     def replay(self) -> Callable[[], list[int]]:
         """Compute anew, and what waits for the numbers."""
         self.graph.replay()
-        self.done.record()
+        self.done.record(torch.cuda.current_stream(self.device))  # which need not be the current device's
         return self._arrived
 
     def _arrived(self) -> list[int]:

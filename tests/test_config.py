@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sfi_compile.config import POSITION_BETA, PRESETS, Config, OptionError, SelectorSpec
+from sfi_compile.config import POSITION_BETA, PRESETS, Config, OptionError, SelectorSpec, within
 
 WHOLE = {
     "evidence_window": 1,
@@ -107,6 +107,11 @@ def test_explicit_options_win_over_the_preset(preset: str) -> None:
             if key == "policy":  # it asks for as many queries as it wants, and no more
                 wanted["evidence_window"] = 1
             assert values == wanted
+
+
+def test_nothing_is_longer_than_the_cache() -> None:
+    config = within(Config.from_options({"evidence_window": 10**7, "recent": 10**6}), 512)
+    assert (config.evidence_window, config.recent, config.sink) == (512, 512, 4)
 
 
 def test_balanced_is_what_was_measured() -> None:

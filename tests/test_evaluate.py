@@ -83,7 +83,7 @@ class TestTasks:
             ("natural", 300, 50, 10_000, "the text has .* tokens; 10000 passages of 300 . 50 need 3500000"),
             ("copy", 90, 50, 1, "--context 90: task copy needs 98 tokens for 50 new ones"),
             ("needle", 60, 50, 1, "--context 60: too short to strew 1 facts over it"),
-            ("needle", 900, 20, 1, "--new-tokens 20: the first answer ends after 45 tokens"),
+            ("needle", 900, 20, 1, "--new-tokens 20: the first answer begins after 39 tokens"),
         ],
     )
     def test_what_cannot_be_made_is_named(
@@ -113,6 +113,7 @@ class TestOptions:
             ("topk", 0.01, {"recent": 20}, "--keep 0.01 of 1000 tokens is 10; sinks and recent tokens take 24"),
             ("topk", 0.1, {"k_head": 4}, "--option k_head: given by --keep"),
             ("topk", 0.1, {"preset": "paper-speed"}, "--option preset: given by --policy"),
+            ("topk", 0.1, {"min_context": 50}, "--option min_context: given by --keep"),
             ("tops", 0.1, {}, "there is no policy 'tops'"),
         ],
     )
@@ -155,14 +156,17 @@ class TestRecords:
         path = tmp_path / "e.jsonl"
         Records(path).add([self.KEY | {"passage": i, "nll": 1.0} for i in range(2)])
         whole = path.read_text()
-        path.write_text(whole[:-1])  # without its end, also a line that reads well
+        path.write_text(whole[:-1])  # a line that reads well, but for its end
+        assert Records(path).holds(self.KEY)
+        assert path.read_text() == whole
+        path.write_text(whole[:-9])
         records = Records(path)
         assert not records.holds(self.KEY)
         records.add([self.KEY | {"passage": i, "nll": 5.0} for i in range(2)])
         assert [row["nll"] for row in Records(path).matching(self.KEY)] == [5.0, 5.0]
         assert len(path.read_text().splitlines()) == 3
 
-    @pytest.mark.parametrize("text", ["{]\n{}\n", "[1]\n", '{"rows": []}\n'])
+    @pytest.mark.parametrize("text", ["{]\n{}\n", "[1]\n", '{"rows": []}\n', '{"my": "config"}', "one\ntwo", "x"])
     def test_another_file_is_left_alone(self, text: str, tmp_path: Path) -> None:
         path = tmp_path / "other.json"
         path.write_text(text)
@@ -203,6 +207,8 @@ def test_a_memory_of_everything_is_dense_and_a_small_one_is_not(
     evaluate.run_eval(full, Records(path))
     with pytest.raises(TypeError):
         evaluate.run_eval(settings_of(folder, prompt, passages=1), Records(path))
+    prompt.write_text(prompt.read_text().replace("plan", "idea"))  # another text under the same name
+    assert not evaluate.found_of(full, Records(path))
 
 
 def test_the_reference_is_the_model_token_by_token(folder: Path, prompt: Path) -> None:
@@ -247,7 +253,7 @@ def test_the_command_shows_draws_and_goes_on(
     arguments = ["eval", "--model", str(folder), "--prompt-file", str(prompt), "--context", "100", "--passages", "2"]
     arguments += ["--new-tokens", "24", "--task", "natural,copy", "--json", str(out), "--plot", str(figure)]
     with eager_lowering():
-        assert cli.main([*arguments, "--policy", "topk,random(seed=2)", "--keep", "0.2"]) == 0
+        assert cli.main([*arguments, "--policy", "topk,random(seed=2),topk", "--keep", "0.2,0.2"]) == 0
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(lines) == 8
     assert {line["policy"] for line in lines} == {"topk", "random(seed=2)"}

@@ -8,6 +8,7 @@ names and the lab.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import statistics
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from sfi_compile.lab.errors import LabError
 from sfi_compile.lab.models import cache_keyword, check_positions, load, static_cache
 from sfi_compile.lab.records import Records
 from sfi_compile.lab.shapes import rewind
-from sfi_compile.lab.tasks import Passage, passages
+from sfi_compile.lab.tasks import Passage, check_task, passages
 from sfi_compile.lab.texts import CHARS_PER_TOKEN, named_text, read_prompt
 
 CHUNK = 32
@@ -41,7 +42,7 @@ class EvalSettings:
     prompt_file: str | None
     text: str
     policies: tuple[str, ...]
-    """Policies as in the options, or presets, which are policy `sfi`."""
+    """Policies as in the options, or presets."""
     keeps: tuple[float, ...]
     """Shares of the context that a memory holds after a refresh, 0 to 1."""
     contexts: tuple[int, ...]
@@ -71,12 +72,12 @@ def options_of(policy: str, keep: float, context: int, options: dict[str, Any]) 
     of the preset's memory, but has `LEAST_RECENT` tokens at least, and half of the budget at most.
 
     Raises:
-        LabError: `k_head` or `policy` is among the options, or the budget is too small.
+        LabError: an option that another argument gives, or too small a budget.
         OptionError: a bad option, or no such policy.
     """
-    for key in ("k_head", "policy", "preset"):
+    for key, given in (("k_head", "keep"), ("min_context", "keep"), ("policy", "policy"), ("preset", "policy")):
         if key in options:
-            raise LabError(f"--option {key}: given by --{'keep' if key == 'k_head' else 'policy'}")
+            raise LabError(f"--option {key}: given by --{given}")
     chosen = {"preset": policy} if policy in PRESETS else {"policy": policy}
     config = sfi_compile.Config.from_options({**chosen, **options})
     budget = round(keep * context)
@@ -98,6 +99,8 @@ def run_eval(settings: EvalSettings, records: Records, progress: Progress = Prog
         LabError: what cannot be loaded or does not fit, or a model without an attention site to rewrite.
         OptionError: a bad option of the backend, or no such policy.
     """
+    for task in settings.tasks:
+        check_task(task)
     cases = list(itertools.product(settings.contexts, settings.policies, settings.keeps))
     for context, policy, keep in cases:
         options_of(policy, keep, context, settings.options)
@@ -144,12 +147,21 @@ def run_eval(settings: EvalSettings, records: Records, progress: Progress = Prog
 
 def _key(settings: EvalSettings, context: int, policy: str, keep: float, task: str) -> dict[str, Any]:
     """What a record must agree in to be of this evaluation."""
+    config = sfi_compile.Config.from_options(options_of(policy, keep, context, settings.options))
     return {
-        "model": settings.model, "text": settings.prompt_file or settings.text, "seed": settings.seed,
+        "model": settings.model, "text": _text_name(settings), "seed": settings.seed,
         "dtype": str(settings.dtype).removeprefix("torch."), "context": context, "new_tokens": settings.new_tokens,
         "passages": settings.passages, "policy": policy, "keep": keep, "task": task,
-        "options": options_of(policy, keep, context, settings.options),
+        "device": settings.device, "config": dataclasses.asdict(config),
     }  # fmt: skip
+
+
+def _text_name(settings: EvalSettings) -> str:
+    """The named text, or a file with a hash of what is in it."""
+    if settings.prompt_file is None:
+        return settings.text
+    digest = hashlib.sha256(read_prompt(settings.prompt_file).encode()).hexdigest()
+    return f"{settings.prompt_file} {digest[:12]}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,20 +27,19 @@ class Records:
             return
         try:
             text = path.read_text(encoding="utf-8")
-            whole = text[: text.rfind("\n") + 1]
-            if whole != text:  # a run was killed while it wrote
-                path.write_text(whole, encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise LabError(f"--json {str(path)!r} cannot be read: {error}") from None
-        for number, line in enumerate(whole.splitlines(), 1):
-            try:
-                row = json.loads(line)
-            except ValueError:
-                row = None
-            if not isinstance(row, dict) or "passage" not in row:
-                found = f"--json {str(path)!r}, line {number}: no record; allowed: a file that `sfi eval` wrote"
-                raise LabError(found)
-            self.rows.append(row)
+        lines = text.splitlines()
+        found = [_record(line) for line in lines]
+        cut = bool(text) and not text.endswith("\n")  # a run was killed while it wrote, or somebody edited the file
+        for number, row in enumerate(found, 1):
+            if row is None and not (cut and 1 < number == len(found)):
+                says = f"--json {str(path)!r}, line {number}: no record; allowed: a file that `sfi eval` wrote"
+                raise LabError(says)
+        self.rows = [row for row in found if row is not None]
+        if cut:
+            whole = [line for line, row in zip(lines, found, strict=True) if row is not None]
+            path.write_text("".join(f"{line}\n" for line in whole), encoding="utf-8")
 
     def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Add rows that belong together: they are written at once. Raises LabError if they cannot be."""
@@ -62,3 +61,12 @@ class Records:
     def holds(self, key: Mapping[str, Any]) -> bool:
         """Whether the rows of all passages of a key are there."""
         return len(self.matching(key)) >= int(key["passages"])
+
+
+def _record(line: str) -> dict[str, Any] | None:
+    """The record in a line; None: there is none."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and "passage" in row else None

@@ -60,8 +60,7 @@ def passages(
     Raises:
         LabError: an unknown task, too short a text, or a context in which nothing can be hidden.
     """
-    if task not in TASKS:
-        raise LabError(f"--task {task!r}; allowed: {', '.join(TASKS)}")
+    check_task(task)
     size = context + new_tokens
     if len(ids) < count * size:
         raise LabError(
@@ -72,6 +71,12 @@ def passages(
     return [
         make(part, encode, context, new_tokens, random.Random(f"{seed} {task} {i}")) for i, part in enumerate(parts)
     ]
+
+
+def check_task(task: str) -> None:
+    """Raises LabError if there is no such task, with those there are."""
+    if task not in TASKS:
+        raise LabError(f"--task {task!r}; allowed: {', '.join(TASKS)}")
 
 
 def _natural(part: list[int], encode: Any, context: int, new_tokens: int, draw: random.Random) -> Passage:
@@ -132,5 +137,5 @@ def _strewn(part: list[int], facts: list[list[int]], context: int, draw: random.
 
 def _cut(context: list[int], targets: list[int], scored: list[bool], new_tokens: int) -> Passage:
     if not any(scored[:new_tokens]):
-        raise LabError(f"--new-tokens {new_tokens}: the first answer ends after {len(targets)} tokens at the earliest")
+        raise LabError(f"--new-tokens {new_tokens}: the first answer begins after {scored.index(True)} tokens")
     return Passage(tuple(context), tuple(targets[:new_tokens]), tuple(scored[:new_tokens]))

@@ -267,7 +267,7 @@ def select(
 
 
 def _earlier(queries: Tensor, at: Tensor, keys: Tensor, logits: Tensor, scale: float, softcap: float) -> Tensor:
-    """Logits of earlier tokens' queries, float32 [Hkv, G * tokens, N]: each saw what this step sees, up to itself.
+    """Logits of earlier tokens' queries, float32 [Hkv, G * tokens, N]: of what this step sees, up to each token itself.
 
     Args:
         queries: [Hq, W, Dk], of `sfi::remember`.
@@ -278,13 +278,15 @@ def _earlier(queries: Tensor, at: Tensor, keys: Tensor, logits: Tensor, scale: f
         softcap: 0: none.
     """
     kept = queries.index_select(1, torch.remainder(at, queries.shape[1]))
-    packed = kept.reshape(keys.shape[0], -1, keys.shape[2])  # query heads of a group, then tokens
-    found = scale * (packed @ keys.mT).float()
+    packed = scale * kept.reshape(keys.shape[0], -1, keys.shape[2]).float()  # query heads of a group, then tokens
+    found = packed @ keys.float().mT
     if softcap:
         found = softcap * torch.tanh(found / softcap)
     seen = (logits > attention.NEG_INF).any(1, keepdim=True)
     past = torch.arange(keys.shape[1], device=keys.device) <= at.repeat(queries.shape[0] // keys.shape[0])[:, None]
-    return torch.where(seen & past, found, attention.NEG_INF)
+    allowed = seen & past
+    # One that saw nothing of what this step sees prefers no token.
+    return torch.where(allowed, found, attention.NEG_INF).masked_fill(~allowed.any(-1, keepdim=True), 0.0)
 
 
 @fake_of(select)

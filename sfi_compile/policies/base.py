@@ -58,6 +58,10 @@ class Policy:
         first, ties to the lower position. -inf: last. Of positions that are no candidates, nobody asks."""
         raise NotImplementedError
 
+    def refuse(self, field: str, allowed: str) -> None:
+        """For `__post_init__`: raise a ValueError that names a field, its value and what is allowed."""
+        raise ValueError(f"policy {self.name!r}: {field} is {getattr(self, field)!r}; allowed: {allowed}")
+
     def to_text(self) -> str:
         """`name`, or `name(field=value, …)` for fields that differ from their defaults; without blanks."""
         fields = dataclasses.fields(self)

@@ -17,14 +17,23 @@ from sfi_compile.policies.base import Evidence, Policy, register
 class Reach(Policy):
     """Mean attention f of the last `queries` tokens, carried on to the `ahead` positions after it.
 
-    The score of position t is the largest of `decay^e f(t - e)` for e from 0 to `ahead`. Where steps to come go on with
-    a passage that is attended to now, they find it in the memory; so `ahead` is about as long as a memory lasts.
+    Of all queries that are asked, if those are more. The score of position t is the largest of `decay^e f(t - e)` for e
+    from 0 to `ahead`. Where steps to come go on with a passage that is attended to now, they find it in the memory; so
+    `ahead` is about as long as a memory lasts.
     """
 
     name: ClassVar[str] = "reach"
     queries: int = 16
     ahead: int = 17
     decay: float = 0.8
+
+    def __post_init__(self) -> None:
+        if self.queries < 1:
+            self.refuse("queries", "a whole number >= 1")
+        if self.ahead < 0:
+            self.refuse("ahead", "a whole number >= 0")
+        if not 0.0 <= self.decay <= 1.0:
+            self.refuse("decay", "a number >= 0 and <= 1")
 
     @property
     def window(self) -> int:

@@ -73,6 +73,11 @@ def test_a_policy_survives_its_text(given: Any, text: str) -> None:
         ("random(seed=x)", ("seed is no number",)),
         ("random(seed=1.5)", ("seed is 1.5", "allowed: int")),
         ("random(3)", ("'random(3)' is no policy",)),
+        ("reach(queries=0)", ("'reach'", "queries is 0", "allowed: a whole number >= 1")),
+        ("reach(ahead=-1)", ("ahead is -1", "allowed: a whole number >= 0")),
+        ("reach(decay=1.5)", ("decay is 1.5", "allowed: a number >= 0 and <= 1")),
+        ("snapkv(queries=0)", ("'snapkv'", "queries is 0")),
+        ("snapkv(pool=4)", ("pool is 4", "allowed: an odd number >= 1")),
         ("top k", ("'top k' is no policy",)),
         ("", ("'' is no policy",)),
         (3, ("is 3", "a name, or a policy")),
@@ -264,6 +269,13 @@ def test_earlier_queries_against_literal_loops() -> None:
                     capped = [5 * math.tanh(x / 5) if s else -math.inf for x, s in zip(raw, sees, strict=True)]
                     wanted.append(capped)
             torch.testing.assert_close(found[h], torch.tensor(wanted), rtol=1e-5, atol=1e-5)
+    # What saw nothing of what this step sees prefers nothing, and spoils nothing.
+    Witness.seen.clear()
+    near = own.masked_fill(torch.arange(size) < 8, -torch.inf)
+    torch.ops.sfi.select(near, *asked[1:])
+    [found] = Witness.seen
+    assert (found[:, [2, 3, 5, 6]] == 0.0).all()
+    assert found[:, [4, 7], at - 1].isfinite().all()
 
 
 @policies.register

@@ -168,9 +168,12 @@ def test_earlier_queries_have_no_kernel(monkeypatch: pytest.MonkeyPatch, caplog:
     assert "kernel-window: queries of earlier tokens" in without_kernels(work, caplog)
 
 
-def test_under_a_mask_that_adds_a_bias_only_the_own_queries_are_asked() -> None:
+def test_under_a_mask_that_adds_a_bias_only_the_own_queries_are_asked(caplog: pytest.LogCaptureFixture) -> None:
     for function, given, kept in ((minimal, operands(), True), (half_masked, inputs(1), False)):
+        caplog.clear()
         work = compiled(record(function, *given).module, "verify", evidence_window=2)
+        assert any(s.name == "sfi_queries_0" for s in work.state) == kept
+        assert ("masks that add numbers" in caplog.text) != kept
         for graph in (work.variants[0].graph, work.variants[1].graph):
             assert ("remember" in operators(graph)) == kept
 
