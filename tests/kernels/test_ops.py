@@ -150,6 +150,7 @@ def arguments_of(name: str, dtype: torch.dtype) -> tuple[Any, ...]:
         "append": (k[:, :, :1], v[:, :, :1], at + 1, at.expand(2).clone(), 7, 4, *memory),
         "memory_attention": (q, memory[1], memory[2], memory[0], mask[:, :, :, :14].expand(2, 3, 1, 14), 0.3),
         "still": (at,),
+        "remember": (q, at, torch.zeros(2, 6, 4, 8, dtype=dtype)),
         "linear": (q, [k[0, 0], k[0, 1, :7]], [None, k[1, 0, :7, 0].clone()]),
     }[name]
 
@@ -165,6 +166,7 @@ NAMES = [
     "memory_attention",
     "linear",
     "still",
+    "remember",
 ]
 
 
@@ -173,6 +175,12 @@ NAMES = [
 def test_schema_and_fake_say_what_the_operator_does(name: str, dtype: torch.dtype) -> None:
     operator = getattr(SFI, name).default
     torch.library.opcheck(operator, arguments_of(name, dtype), test_utils=("test_schema", "test_faketensor"))
+
+
+def test_a_selection_that_asks_earlier_queries_is_described_likewise() -> None:
+    queries, started_at = torch.randn(2, 6, 4, 8), torch.tensor([10, 12])
+    asked = (*arguments_of("select", torch.float32), 0.3, 2.0, queries, torch.tensor([12]), started_at)
+    torch.library.opcheck(SFI.select.default, asked, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("name", sorted(ops.plain))
