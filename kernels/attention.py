@@ -128,6 +128,18 @@ def over_memory(
     return unpack_queries(torch.matmul(weights.to(mem_v.dtype), mem_v), q.shape[1])
 
 
+def row_logits(q: Tensor, k: Tensor, scale: float, softcap: float = 0.0) -> Tensor:
+    """Logits of one row before the mask, float32 (float64 for float64): [Hkv, R, Dk], [Hkv, N, Dk] → [Hkv, R, N]."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scaled = q.to(wide) * scale
+    if q.dtype == wide:
+        logits = torch.matmul(scaled, k.transpose(-1, -2))
+    else:
+        # One head at a time: the float32 copy of the keys is then one head's, not the cache's.
+        logits = torch.stack([scaled[h] @ k[h].to(wide).T for h in range(k.shape[0])])
+    return capped(logits, softcap)
+
+
 def dense_row(
     q: Tensor,
     k: Tensor,
@@ -155,14 +167,7 @@ def dense_row(
         output [Hkv, G*Q, Dv] in q's dtype, and the masked logits [Hkv, G*Q, N], float32 (float64 for float64); without
         `fill`, zero for a query that may attend to nothing where others may.
     """
-    wide = torch.promote_types(q.dtype, torch.float32)
-    scaled = q.to(wide) * scale
-    if q.dtype == wide:
-        logits = torch.matmul(scaled, k.transpose(-1, -2))
-    else:
-        # One head at a time: the float32 copy of the keys is then one head's, not the cache's.
-        logits = torch.stack([scaled[h] @ k[h].to(wide).T for h in range(k.shape[0])])
-    logits = capped(logits, softcap)
+    logits = row_logits(q, k, scale, softcap)
     if mask is not None:
         logits = apply_mask(logits, mask, fill)
     weights = weights_of(logits, sinks)

@@ -86,11 +86,13 @@ class Lower(Pass):
 def _without_kernels(work: Work) -> Rejection | None:
     """Why the device cannot run our kernels on some site; None: it can on all."""
     for node in work.variants[0].graph.nodes:
-        policy = parse_spec(node.args[6]).policy if node.target is _SFI.select.default else "sfi"
+        if node.target is not _SFI.select.default:
+            continue
+        policy = parse_spec(node.args[6]).policy
         if policy != "sfi":
             found, hint = f"policy {policy!r}, which is no kernel", "policy='sfi'"
             return Rejection("kernel-policy", "graph", found, hint)
-        if node.target is _SFI.select.default and len(node.args) > 7:
+        if len(node.args) > 7:
             found, hint = "queries of earlier tokens, which no kernel reads", "evidence_window=1"
             return Rejection("kernel-window", "graph", found, hint)
     for node in work.variants[1].graph.nodes:

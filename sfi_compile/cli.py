@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from sfi_compile.config import Config, OptionError
-from sfi_compile.lab.arguments import parse_counts, parse_policies, parse_shares
+from sfi_compile.lab.arguments import parse_counts, parse_layers, parse_policies, parse_shares
 from sfi_compile.lab.errors import LabError
 
 app = typer.Typer(
@@ -183,11 +183,7 @@ def bench(
     from sfi_compile.lab import report
 
     report.check_path(json)
-    report.check_path(plot, "--plot")
-    if plot is not None:
-        from sfi_compile.lab.plots import import_pyplot
-
-        import_pyplot()
+    _check_figure(plot)
     screen = report.Screen()
     if kernel:
         from sfi_compile.lab.kernel_bench import KernelBenchSettings, run_kernel_bench
@@ -246,13 +242,12 @@ def evaluate(
     from sfi_compile.lab import report
 
     report.check_path(json)
-    report.check_path(plot, "--plot")
-    from sfi_compile.lab import models, plots
-    from sfi_compile.lab.evaluate import EvalSettings, Progress, found_of, run_eval, summarise
+    _check_figure(plot)
+    from sfi_compile.lab import models
+    from sfi_compile.lab.evaluate import EvalSettings, found_of, run_eval, summarise
+    from sfi_compile.lab.progress import Progress
     from sfi_compile.lab.records import Records
 
-    if plot is not None:
-        plots.import_pyplot()
     records = Records(json)
     _set_threads(threads)
     screen = report.Screen()
@@ -271,11 +266,13 @@ def evaluate(
         device=models.parse_device(device),
         options=options,
     )
-    run_eval(settings, records, Progress(screen.busy, lambda text, total: screen.bar(total, text)))
+    run_eval(settings, records, Progress(screen.busy, screen.bar))
     rows = summarise(found_of(settings, records))
     report.show_eval(screen, rows)
     if plot is not None:
-        plots.plot_eval(rows, plot)
+        from sfi_compile.lab.plots import plot_eval
+
+        plot_eval(rows, plot)
 
 
 @app.command(epilog="Example: sfi stability --model smollm2 --context 2048 --tokens 128 --plot stability.png")
@@ -298,13 +295,10 @@ def stability(
     from sfi_compile.lab import report
 
     report.check_path(json)
-    report.check_path(plot, "--plot")
-    if plot is not None:
-        from sfi_compile.lab.plots import import_pyplot
-
-        import_pyplot()
+    _check_figure(plot)
     from sfi_compile.lab import models
-    from sfi_compile.lab.stability import Progress, StabilitySettings, parse_layers, run_stability
+    from sfi_compile.lab.progress import Progress
+    from sfi_compile.lab.stability import StabilitySettings, run_stability
 
     _set_threads(threads)
     screen = report.Screen()
@@ -388,6 +382,15 @@ def _fail(message: str, code: int = 2) -> int:
     if message:
         print(f"sfi: error: {message}", file=sys.stderr)
     return code
+
+
+def _check_figure(plot: Path | None) -> None:
+    """Refuse a figure that cannot be drawn, before anything long runs. Raises LabError."""
+    if plot is not None:
+        from sfi_compile.lab import plots, report
+
+        report.check_path(plot, "--plot")
+        plots.import_pyplot()
 
 
 def _set_threads(threads: int | None) -> None:

@@ -176,10 +176,10 @@ class Config:
             raise _refuse("preset", preset, "one of " + ", ".join(map(repr, PRESETS)))
         merged = {**PRESETS[preset], **given}
         config = cls(**{key: _CHECKS[key](key, value) for key, value in merged.items()})
-        if "policy" in merged:
-            asks = _policy_of(config.policy).window
-            config = dataclasses.replace(config, evidence_window=max(config.evidence_window, asks))
-        if "policy" in given and _policy_of(config.policy).reads_memory:
+        policy = _policy_of(config.policy) if "policy" in merged else None
+        if policy is not None:
+            config = dataclasses.replace(config, evidence_window=max(config.evidence_window, policy.window))
+        if policy is not None and policy.reads_memory:
             # It chooses at every step.
             if given.get("refresh_interval", 1) != 1:
                 raise _refuse("refresh_interval", given["refresh_interval"], f"1 with policy {config.policy!r}")

@@ -204,21 +204,21 @@ class Reader:
             self.resting = {i: torch.empty_like(value) for i, value in inputs.items()} if alike else {}
         if not self.resting:
             return self._asked(inputs, root, fingerprint, settle)
-        places = {i: value.data_ptr() for i, value in inputs.items()}
         key = (root.data_ptr(), root.shape, root.stride(), fingerprint is None, settle)
         if key not in self.captured:
             # Eagerly at first: many a cache answers a question only once, and what is captured must be warm.
-            self.captured[key] = places, None
+            self.captured[key] = {i: value.data_ptr() for i, value in inputs.items()}, None
             while len(self.captured) > CAPTURED:
                 self.captured.pop(next(iter(self.captured)))
             return self._asked(inputs, root, fingerprint, settle)
         # What lies where it lay is read there, such as a cache's counters; the rest, such as tokens, is copied.
         known, captured = self.captured[key]
-        staying = {i: place for i, place in known.items() if places[i] == place}
-        moving = [i for i in inputs if i not in staying]
-        if moving:
-            torch._foreach_copy_([self.resting[i] for i in moving], [inputs[i] for i in moving])
-        if captured is None or len(staying) < len(known):
+        moved = [i for i, place in known.items() if inputs[i].data_ptr() != place]
+        staying = {i: place for i, place in known.items() if i not in moved} if moved else known
+        copied = [i for i in inputs if i not in staying]
+        if copied:
+            torch._foreach_copy_([self.resting[i] for i in copied], [inputs[i] for i in copied])
+        if captured is None or moved:
             read = {i: inputs[i] if i in staying else self.resting[i] for i in inputs}
             compute = functools.partial(self._questions, read, root, fingerprint, settle)
             captured = _Captured(root.device, compute, self._host(root.is_cuda))

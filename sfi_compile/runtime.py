@@ -52,11 +52,14 @@ class DecodeRunner:
         self.found = Found(self._shared("sfi_status"), self._shared("sfi_context"), state["sfi_held_0"])
         self.reader = Reader(guard, bool(self.boundary), self.found)
         # Where the host leaves what it tells; the device has read it when the next step's guard has its answer.
-        self.told = [
-            (torch.empty(guard.batch, dtype=state[name].dtype, pin_memory=state[name].is_cuda), self._shared(name))
+        self.told = {
+            name: (
+                torch.empty(guard.batch, dtype=state[name].dtype, pin_memory=state[name].is_cuda),
+                self._shared(name),
+            )
             for name in ("sfi_slow_rows", "sfi_status", "sfi_refreshed_at", "sfi_started_at")
             if name in state
-        ]
+        }
         self.unsettled: tuple[int, list[Trigger | None]] | None = None
         """Position and reasons of a slow step of which nobody has read yet what it left."""
         self.next_position: int | None = None
@@ -162,10 +165,16 @@ class DecodeRunner:
             short = row.context > 0 and row.context + self.guard.queries < self.min_context
             statuses.append(max(status, RowStatus.SHORT) if short else status)
         slow = [reason is not None for reason in why]
-        refreshed_at = [position if now else row.refreshed_at for row, now in zip(self.rows, slow, strict=True)]
-        started_at = [row.started_at for row in self.rows]
-        for (told, states), values in zip(self.told, (slow, statuses, refreshed_at, started_at), strict=False):
-            told.copy_(torch.tensor(values))
+        values = {
+            "sfi_slow_rows": slow,
+            "sfi_status": statuses,
+            "sfi_refreshed_at": [
+                position if now else row.refreshed_at for row, now in zip(self.rows, slow, strict=True)
+            ],
+            "sfi_started_at": [row.started_at for row in self.rows],
+        }
+        for name, (told, states) in self.told.items():
+            told.copy_(torch.tensor(values[name]))
             for state in states:
                 state.copy_(told, non_blocking=True)
         for context in self.found.context:

@@ -40,3 +40,13 @@ def parse_policies(text: str) -> tuple[str, ...]:
         else:
             found[-1] += char
     return tuple(part.strip() for part in found)
+
+
+def parse_layers(text: str) -> tuple[int, ...] | None:
+    """`"0,5,29"` as layer numbers, `"all"` as None. Raises LabError if one is not a whole number >= 0."""
+    if text.strip() == "all":
+        return None
+    items = [item.strip() for item in text.split(",")]
+    if not all(item.isdecimal() for item in items):
+        raise LabError(f"--layers is {text!r}; allowed: all, or whole numbers >= 0, comma-separated")
+    return tuple(sorted({int(item) for item in items}))

@@ -12,7 +12,6 @@ import hashlib
 import itertools
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -23,10 +22,11 @@ from sfi_compile.config import PRESETS
 from sfi_compile.lab.decode import Decoder, forget_graphs, prefill
 from sfi_compile.lab.errors import LabError
 from sfi_compile.lab.models import cache_keyword, check_positions, load, static_cache
+from sfi_compile.lab.progress import Progress
 from sfi_compile.lab.records import Records
 from sfi_compile.lab.shapes import rewind
 from sfi_compile.lab.tasks import Passage, check_task, passages
-from sfi_compile.lab.texts import CHARS_PER_TOKEN, named_text, read_prompt
+from sfi_compile.lab.texts import CHARS_PER_TOKEN, given_text, read_prompt
 
 CHUNK = 32
 """Tokens after the context that the reference takes at once: bounds the logits of a large vocabulary."""
@@ -53,16 +53,6 @@ class EvalSettings:
     dtype: torch.dtype
     device: str
     options: dict[str, Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class Progress:
-    """Where progress goes; the defaults are silent."""
-
-    busy: Callable[[str], AbstractContextManager[None]] = lambda text: nullcontext()
-    bar: Callable[[str, int], AbstractContextManager[Callable[[int], None]]] = lambda text, total: nullcontext(
-        lambda done: None
-    )
 
 
 def options_of(policy: str, keep: float, context: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -92,29 +82,27 @@ def options_of(policy: str, keep: float, context: int, options: dict[str, Any]) 
     return {**chosen, **options, "recent": recent, "k_head": k_head, "min_context": 0}
 
 
-def run_eval(settings: EvalSettings, records: Records, progress: Progress = Progress()) -> None:
+def run_eval(settings: EvalSettings, records: Records, progress: Progress | None = None) -> None:
     """Evaluate what `records` does not hold yet, and add it there; keys as in docs/cli.md.
 
     Raises:
         LabError: what cannot be loaded or does not fit, or a model without an attention site to rewrite.
         OptionError: a bad option of the backend, or no such policy.
     """
+    show = progress or Progress()
     for task in settings.tasks:
         check_task(task)
     cases = list(itertools.product(settings.contexts, settings.policies, settings.keeps))
-    for context, policy, keep in cases:
-        options_of(policy, keep, context, settings.options)
-    missing = {c: [t for t in settings.tasks if not records.holds(_key(settings, *c, t))] for c in cases}
+    keys = _keys(settings)
+    missing = {(c, p, k): [t for t in settings.tasks if not records.holds(keys[c, p, k, t])] for c, p, k in cases}
     if not any(missing.values()):
         return
-    text = read_prompt(settings.prompt_file) if settings.prompt_file else None
-    with progress.busy(f"loading {settings.model}"):
+    size = settings.passages * (max(settings.contexts) + settings.new_tokens)
+    text = given_text(settings.prompt_file, settings.text, size, settings.seed)
+    with show.busy(f"loading {settings.model}"):
         model, tokenizer = load(settings.model, settings.dtype, settings.device)
     check_positions(model, max(settings.contexts), settings.new_tokens)
-    size = settings.passages * (max(settings.contexts) + settings.new_tokens)
-    if text is None:
-        text = named_text(settings.text, size * CHARS_PER_TOKEN, settings.seed)
-    with progress.busy("reading the text"):
+    with show.busy("reading the text"):
         ids = tokenizer(text[: size * CHARS_PER_TOKEN], verbose=False, add_special_tokens=False)["input_ids"][:size]
     boundaries = sfi_compile.sentence_boundaries(tokenizer)
 
@@ -131,7 +119,7 @@ def run_eval(settings: EvalSettings, records: Records, progress: Progress = Prog
         cache = static_cache(model, context + settings.new_tokens)
         references: dict[str, Reference] = {}
         for task in dict.fromkeys(task for tasks in here.values() for task in tasks):
-            with progress.bar(f"dense, {task}, context {context}", context + settings.new_tokens) as advance:
+            with show.bar(context + settings.new_tokens, f"dense, {task}, context {context}") as advance:
                 references[task] = Reference.of(model, cache, rows[task], advance)
         for (_, policy, keep), tasks in here.items():
             options = options_of(policy, keep, context, settings.options)
@@ -139,29 +127,29 @@ def run_eval(settings: EvalSettings, records: Records, progress: Progress = Prog
             decoder = Decoder(model, cache, "sfi", {"boundary_token_ids": boundaries, **options})
             for task in tasks:
                 about = f"{policy}, keep {keep:g}, {task}, context {context}"
-                with progress.bar(about, references[task].steps) as advance:
+                with show.bar(references[task].steps, about) as advance:
                     measured = list(_measure(decoder, cache, references[task], advance))
-                key = _key(settings, context, policy, keep, task)
+                key = keys[context, policy, keep, task]
                 records.add([key | {"passage": i} | row for i, row in enumerate(measured)])
 
 
-def _key(settings: EvalSettings, context: int, policy: str, keep: float, task: str) -> dict[str, Any]:
-    """What a record must agree in to be of this evaluation."""
-    config = sfi_compile.Config.from_options(options_of(policy, keep, context, settings.options))
-    return {
-        "model": settings.model, "text": _text_name(settings), "seed": settings.seed,
-        "dtype": str(settings.dtype).removeprefix("torch."), "context": context, "new_tokens": settings.new_tokens,
-        "passages": settings.passages, "policy": policy, "keep": keep, "task": task,
-        "device": settings.device, "config": dataclasses.asdict(config),
-    }  # fmt: skip
-
-
-def _text_name(settings: EvalSettings) -> str:
-    """The named text, or a file with a hash of what is in it."""
-    if settings.prompt_file is None:
-        return settings.text
-    digest = hashlib.sha256(read_prompt(settings.prompt_file).encode()).hexdigest()
-    return f"{settings.prompt_file} {digest[:12]}"
+def _keys(settings: EvalSettings) -> dict[tuple[int, str, float, str], dict[str, Any]]:
+    """By context, policy, share and task: what a record must agree in to be of this evaluation."""
+    text = settings.text
+    if settings.prompt_file is not None:
+        digest = hashlib.sha256(read_prompt(settings.prompt_file).encode()).hexdigest()
+        text = f"{settings.prompt_file} {digest[:12]}"
+    found: dict[tuple[int, str, float, str], dict[str, Any]] = {}
+    for context, policy, keep in itertools.product(settings.contexts, settings.policies, settings.keeps):
+        config = sfi_compile.Config.from_options(options_of(policy, keep, context, settings.options))
+        key = {
+            "model": settings.model, "text": text, "seed": settings.seed,
+            "dtype": str(settings.dtype).removeprefix("torch."), "device": settings.device, "context": context,
+            "new_tokens": settings.new_tokens, "passages": settings.passages, "policy": policy, "keep": keep,
+            "config": dataclasses.asdict(config),
+        }  # fmt: skip
+        found |= {(context, policy, keep, task): key | {"task": task} for task in settings.tasks}
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,8 +260,7 @@ def _compare(got: Tensor, dense: Tensor, targets: Tensor) -> dict[str, Any]:
 
 def found_of(settings: EvalSettings, records: Records) -> list[dict[str, Any]]:
     """The records of this evaluation, in its order."""
-    cases = itertools.product(settings.contexts, settings.policies, settings.keeps, settings.tasks)
-    return [row for case in cases for row in records.matching(_key(settings, *case))]
+    return [row for key in _keys(settings).values() for row in records.matching(key)]
 
 
 def summarise(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +16,8 @@ import sfi_compile
 from sfi_compile.lab.decode import Decoder, forget_graphs, median, prefill
 from sfi_compile.lab.errors import LabError
 from sfi_compile.lab.models import check_positions, load, static_cache
-from sfi_compile.lab.texts import CHARS_PER_TOKEN, named_text, prompt_ids, read_prompt
+from sfi_compile.lab.progress import Progress, ignore
+from sfi_compile.lab.texts import given_text, prompt_ids
 
 BLOCK = 8
 """Decode steps that one run takes before the other does: both meet the same load of the machine."""
@@ -41,19 +41,11 @@ class GenerateSettings:
     max_cache_len: int | None = None
 
 
-def _ignore(value: object) -> None:
-    pass
-
-
 @dataclasses.dataclass(frozen=True)
-class Observer:
-    """Where progress goes; the defaults are silent."""
+class Observer(Progress):
+    """Where progress and text go; the defaults are silent."""
 
-    busy: Callable[[str], AbstractContextManager[None]] = lambda text: nullcontext()
-    """A spinner with that text while the context lasts."""
-    prefilling: Callable[[int], AbstractContextManager[Callable[[int], None]]] = lambda total: nullcontext(_ignore)
-    """A bar over `total` tokens; the context gives the function that advances it."""
-    text: Callable[[str], None] = _ignore
+    text: Callable[[str], None] = ignore
     """A piece of SFI's text, as it is decoded (possibly while `busy` lasts)."""
 
 
@@ -70,15 +62,13 @@ def run_generate(settings: GenerateSettings, observer: Observer | None = None) -
     show = observer or Observer()
     sfi_compile.Config.from_options(settings.options)
     # Read the prompt before the weights: a wrong path should fail at once.
-    text = read_prompt(settings.prompt_file) if settings.prompt_file else None
+    text = given_text(settings.prompt_file, settings.text, settings.context, settings.seed)
     with show.busy(f"loading {settings.model}"):
         model, tokenizer = load(settings.model, settings.dtype, settings.device)
-        if text is None:
-            text = named_text(settings.text, settings.context * CHARS_PER_TOKEN, settings.seed)
         ids = prompt_ids(tokenizer, text, settings.context).to(settings.device)
     longest = _cache_length(model, ids.shape[1], settings)
     cache = static_cache(model, longest)
-    with show.prefilling(ids.shape[1] - 1) as advance:
+    with show.bar(ids.shape[1] - 1, "prefilling") as advance:
         prefill(model, ids[:, :-1], cache, advance)
 
     options = {"boundary_token_ids": sfi_compile.sentence_boundaries(tokenizer), **settings.options}
@@ -86,7 +76,7 @@ def run_generate(settings: GenerateSettings, observer: Observer | None = None) -
     writer = _Streamer(tokenizer, show.text)
     dense = Decoder(model, copy.deepcopy(cache), "inductor")
     sparse = Decoder(model, cache, "sfi", options)
-    dense_run, sparse_run = _Run(dense, ids[:, -1:], _ignore), _Run(sparse, ids[:, -1:], writer.add)
+    dense_run, sparse_run = _Run(dense, ids[:, -1:], ignore), _Run(sparse, ids[:, -1:], writer.add)
     first = min(COMPILING_STEPS, settings.new_tokens)
     for name, run in (("dense", dense_run), ("sfi", sparse_run)):
         with show.busy(f"{name}: compiling"):

@@ -106,13 +106,13 @@ def static_cache(model: Any, max_cache_len: int) -> Any:
     return import_transformers().StaticCache(config=model.config, max_cache_len=max_cache_len)
 
 
-def check_positions(model: Any, prompt: int, new_tokens: int) -> None:
-    """Raises LabError if the model knows fewer positions than these tokens take."""
+def check_positions(model: Any, prompt: int, new_tokens: int, option: str = "--new-tokens") -> None:
+    """Raises LabError if the model knows fewer positions than these tokens take; `option` gives the new ones."""
     positions = getattr(model.config, "max_position_embeddings", None)
     if positions is not None and prompt + new_tokens > positions:
         raise LabError(
-            f"{prompt} prompt and {new_tokens} new tokens do not fit the model's {positions} positions; "
-            "lower --context or --new-tokens"
+            f"{prompt} context and {new_tokens} more tokens do not fit the model's {positions} positions; "
+            f"lower --context or {option}"
         )
 
 

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,9 +18,10 @@ import sfi_compile
 from sfi_compile.lab.bench import versions
 from sfi_compile.lab.decode import prefill
 from sfi_compile.lab.errors import LabError
-from sfi_compile.lab.models import load, static_cache
+from sfi_compile.lab.models import check_positions, load, static_cache
 from sfi_compile.lab.overlap import Track, bin_edges, spread, summarise
-from sfi_compile.lab.texts import CHARS_PER_TOKEN, named_text, prompt_ids, read_prompt
+from sfi_compile.lab.progress import Progress
+from sfi_compile.lab.texts import given_text, prompt_ids
 
 SINK, RECENT = 4, 64
 """Positions at either end of the context that "far" leaves out."""
@@ -73,20 +73,6 @@ class StabilitySettings:
         return found
 
 
-@dataclasses.dataclass(frozen=True)
-class Progress:
-    """Where progress goes; the defaults are silent."""
-
-    busy: Callable[[str], AbstractContextManager[None]] = lambda text: nullcontext()
-    """A spinner with that text while the context lasts."""
-    bar: Callable[[int, str], AbstractContextManager[Callable[[int], None]]] = lambda total, what: nullcontext(_ignore)
-    """A bar over `total` tokens; the context gives the function that advances it."""
-
-
-def _ignore(value: object) -> None:
-    pass
-
-
 def run_stability(settings: StabilitySettings, progress: Progress | None = None) -> dict[str, Any]:
     """Feed real text to the dense model and compare the supports of its tokens; keys as in docs/cli.md.
 
@@ -101,10 +87,7 @@ def run_stability(settings: StabilitySettings, progress: Progress | None = None)
     show, ranges = progress or Progress(), settings.ranges()
     # Read the prompt before the weights: a wrong path should fail at once.
     needed = settings.context + settings.tokens
-    if settings.prompt_file:
-        text = read_prompt(settings.prompt_file)
-    else:
-        text = named_text(settings.text, needed * CHARS_PER_TOKEN, settings.seed)
+    text = given_text(settings.prompt_file, settings.text, needed, settings.seed)
     with show.busy(f"loading {settings.model}"):
         model, tokenizer = load(settings.model, settings.dtype, settings.device)
         ids = prompt_ids(tokenizer, text, needed).to(settings.device)
@@ -195,16 +178,6 @@ def probabilities_of(
         model.set_attn_implementation(before)
 
 
-def parse_layers(text: str) -> tuple[int, ...] | None:
-    """`"0,5,29"` as layer numbers, `"all"` as None. Raises LabError if one is not a whole number >= 0."""
-    if text.strip() == "all":
-        return None
-    items = [item.strip() for item in text.split(",")]
-    if not all(item.isdecimal() for item in items):
-        raise LabError(f"--layers is {text!r}; allowed: all, or whole numbers >= 0, comma-separated")
-    return tuple(sorted({int(item) for item in items}))
-
-
 def _check(settings: StabilitySettings, model: Any, available: int) -> None:
     needed = settings.context + settings.tokens
     if available < needed:
@@ -212,12 +185,7 @@ def _check(settings: StabilitySettings, model: Any, available: int) -> None:
             f"the text has {available} tokens; --context {settings.context} and --tokens {settings.tokens} "
             f"need {needed}"
         )
-    positions = getattr(model.config, "max_position_embeddings", None)
-    if positions is not None and needed > positions:
-        raise LabError(
-            f"{settings.context} context and {settings.tokens} more tokens do not fit the model's {positions} "
-            "positions; lower --context or --tokens"
-        )
+    check_positions(model, settings.context, settings.tokens, "--tokens")
     count = model.config.get_text_config().num_hidden_layers
     wrong = [layer for layer in settings.layers or () if layer >= count]
     if wrong:

@@ -60,6 +60,15 @@ def named_text(name: str, characters: int, seed: int = 0) -> str:
     return "\n\n".join(parts)
 
 
+def given_text(prompt_file: str | None, name: str, tokens: int, seed: int) -> str:
+    """The text of a file, or if there is none a named text, long enough for that many tokens if it has so many.
+
+    Raises:
+        LabError: as `read_prompt` and `named_text`.
+    """
+    return read_prompt(prompt_file) if prompt_file else named_text(name, tokens * CHARS_PER_TOKEN, seed)
+
+
 def prompt_ids(tokenizer: Any, text: str, tokens: int) -> torch.Tensor:
     """The first `tokens` token ids of a text, int64 [1, tokens] (fewer if the text is shorter).
 

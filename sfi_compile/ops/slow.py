@@ -278,10 +278,8 @@ def _earlier(queries: Tensor, at: Tensor, keys: Tensor, logits: Tensor, scale: f
         softcap: 0: none.
     """
     kept = queries.index_select(1, torch.remainder(at, queries.shape[1]))
-    packed = scale * kept.reshape(keys.shape[0], -1, keys.shape[2]).float()  # query heads of a group, then tokens
-    found = packed @ keys.float().mT
-    if softcap:
-        found = softcap * torch.tanh(found / softcap)
+    packed = attention.pack_queries(kept.unsqueeze(0), keys.shape[0])[0]
+    found = attention.row_logits(packed, keys, scale, softcap).to(logits.dtype)
     seen = (logits > attention.NEG_INF).any(1, keepdim=True)
     past = torch.arange(keys.shape[1], device=keys.device) <= at.repeat(queries.shape[0] // keys.shape[0])[:, None]
     allowed = seen & past

@@ -38,6 +38,11 @@ class Evidence:
         """Log of each evidence row's attention, float32 [H, R, N]."""
         return self.logits.log_softmax(-1)
 
+    @property
+    def log_attention(self) -> Tensor:
+        """Log of what all evidence rows together attend to a position with, float32 [H, N]: the order of their mean."""
+        return self.log_probabilities.logsumexp(1)
+
 
 @dataclasses.dataclass(frozen=True)
 class Policy:

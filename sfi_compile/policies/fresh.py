@@ -24,4 +24,4 @@ class Fresh(Policy):
 
     def scores(self, evidence: Evidence) -> Tensor:
         """Log of the sum of probabilities over the rows."""
-        return evidence.log_probabilities.logsumexp(1)
+        return evidence.log_attention

@@ -42,7 +42,7 @@ class Reach(Policy):
 
     def scores(self, evidence: Evidence) -> Tensor:
         """Log of the score, but for a constant."""
-        attention = evidence.log_probabilities.logsumexp(1)
+        attention = evidence.log_attention
         best = attention.clone()
         loss = math.log(self.decay) if self.decay > 0 else -math.inf
         for e in range(1, min(self.ahead, attention.shape[-1] - 1) + 1):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
+from sfi_compile.kernels import selector
 from sfi_compile.policies.base import Evidence, Policy, register
 
 
@@ -38,5 +38,4 @@ class SnapKV(Policy):
 
     def scores(self, evidence: Evidence) -> Tensor:
         """Log of the largest sum of probabilities within `pool` positions."""
-        attention = evidence.log_probabilities.logsumexp(1)
-        return torch.nn.functional.max_pool1d(attention, self.pool, stride=1, padding=self.pool // 2)
+        return selector.windowed_max(evidence.log_attention, self.pool // 2)

@@ -19,4 +19,4 @@ class TopK(Policy):
 
     def scores(self, evidence: Evidence) -> Tensor:
         """Log of the sum over the rows, which has the order of the mean."""
-        return evidence.log_probabilities.logsumexp(1)
+        return evidence.log_attention
