@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sfi_compile.kernels.launching import launch
+
 
 @dataclasses.dataclass(frozen=True)
 class Table:
@@ -32,5 +34,5 @@ def table(tensors: Sequence[Tensor]) -> Table:
     from sfi_compile.kernels import triton_addresses as source
 
     addresses = torch.empty(len(tensors), dtype=torch.int64, device=tensors[0].device)
-    source.put[(1,)](addresses, tuple(tensors), num_warps=1)
+    launch(source.put, (1,), addresses, tuple(tensors), num_warps=1)
     return Table(addresses, all(x.data_ptr() % 16 == 0 for x in tensors))

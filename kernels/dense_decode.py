@@ -175,7 +175,7 @@ def dense_decode(
         output [B, Hq, Q, Dv] in q's dtype, zero in rows that are not slow and for queries that may attend to nothing;
         logits float32 [B, Hkv, G*Q, N], -inf where masked, undefined past the extent and in rows that are not slow;
         lse float32 [B, Hkv, G*Q], log of the sum of the exponentials of a query's logits, without the sinks; -inf where
-            nothing is allowed and in rows that are not slow;
+            nothing is allowed and in rows that are not slow; NaN where the output is not finite;
         log_norm float32 [B, Hkv, N], log of the Euclidean norm of each key, which counts as 1e-6 at least; defined
             where the logits are.
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sfi_compile.kernels import addresses
 from sfi_compile.kernels.heuristics import power_of_two
+from sfi_compile.kernels.launching import launch
 
 BYTES = 8192
 """What a program copies at once, of keys or of values."""
@@ -66,7 +67,8 @@ def pack_rows(
     block_d = power_of_two(min(max(key_dim, value_dim) * itemsize, 256) // itemsize)
     block_s = max(BYTES // (block_d * itemsize), 1)
     where = addresses.table([*k, *v, *held, *mem_k, *mem_v])
-    source.pack[-(-slots // block_s), heads, batch * len(k)](
+    launch(
+        source.pack, (-(-slots // block_s), heads, batch * len(k)),
         where.addresses, k[0], selected, frame.contiguous(), slow_rows, status,
         batch, len(k), heads, slots, sink, selected.shape[-1], key_dim, value_dim, *k[0].stride(), *v[0].stride(),
         aligned=where.aligned, block_s=block_s, block_d=block_d, num_warps=4,
@@ -104,7 +106,8 @@ def append_rows(
 
     batch, heads, slots = held.shape
     block_d = power_of_two(max(k.shape[-1], v.shape[-1]), 16)
-    source.append[position.shape[0], heads, batch](
+    launch(
+        source.append, (position.shape[0], heads, batch),
         k, v, slow_rows, position, refreshed_at, held, mem_k, mem_v,
         heads, slots, offset, k.shape[-1], v.shape[-1], position.stride(0), *k.stride(), *v.stride(),
         block_d=block_d, num_warps=1,

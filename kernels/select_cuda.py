@@ -18,6 +18,7 @@ from torch import Tensor
 from sfi_compile.config import SelectorSpec
 from sfi_compile.kernels import addresses
 from sfi_compile.kernels.heuristics import power_of_two
+from sfi_compile.kernels.launching import launch
 
 BINS = 256
 PARTIALS = 8
@@ -145,7 +146,8 @@ def select_rows(
     norm_scale = spec.norm_weight * spec.norm_gamma
     inputs = addresses.table([*logits, *lse, *log_norm])
     sizes = (batch, sites, size)
-    scores.evidence[-(-chunks // tiles.evidence_chunks), heads, every](
+    launch(
+        scores.evidence, (-(-chunks // tiles.evidence_chunks), heads, every),
         inputs.addresses, log_position, *which, mean, partials, bins, listed,
         *sizes, chunks, *logits[0].stride()[:3], norm_scale, spec.alpha, 1.0 / (spec.alpha or 1.0),
         rows=rows, block_r=min(power_of_two(rows), tiles.evidence_rows), block=tiles.evidence,
@@ -153,47 +155,101 @@ def select_rows(
         per=tiles.evidence_chunks, stages=tiles.evidence_stages, num_warps=tiles.evidence_warps,
     )  # fmt: skip
     clip = spec.lambda_clip if rows == 1 else spec.lambda_clip_multi
-    scores.weigh[heads, every](
-        partials, *which, weights, batch, chunks, heads, clip, chunk=tiles.evidence, block_c=tiles.merged, num_warps=1
+    launch(
+        scores.weigh,
+        (heads, every),
+        partials,
+        *which,
+        weights,
+        batch,
+        chunks,
+        heads,
+        clip,
+        chunk=tiles.evidence,
+        block_c=tiles.merged,
+        num_warps=1,
     )
     fusing = (mean, inputs.addresses, log_position, weights, *which)
     refining = (spec.nms_alpha, spec.exclusivity_alpha, 1.0 / spec.exclusivity_temperature)
     shape = {"block": block, "block_h": block_h, "num_warps": min(max(block * block_h // tiles.refine_lanes, 1), 16)}
     exclusive = heads > 2 and spec.exclusivity_alpha > 0
     if narrow:
-        scores.refine[stretches, every](
+        launch(
+            scores.refine, (stretches, every),
             *fusing, log_s, keys, *sizes, norm_scale, *refining,
             radius=radius, exclusive=exclusive, aligned=inputs.aligned, **shape, **arithmetic,
         )  # fmt: skip
     else:
-        scores.blend[stretches, every](
-            *fusing, log_s, *sizes, norm_scale, aligned=inputs.aligned, **shape, **arithmetic
+        launch(
+            scores.blend,
+            (stretches, every),
+            *fusing,
+            log_s,
+            *sizes,
+            norm_scale,
+            aligned=inputs.aligned,
+            **shape,
+            **arithmetic,
         )
         peak, ahead, behind, reach = log_s, refined, mean, 0
         while reach < radius:
             by = min(2 * reach + 1, radius - reach)
-            scores.widen[chunks, heads, every](
-                peak, ahead, *which, batch, size, heads, by, block=tiles.evidence, num_warps=4
+            launch(
+                scores.widen,
+                (chunks, heads, every),
+                peak,
+                ahead,
+                *which,
+                batch,
+                size,
+                heads,
+                by,
+                block=tiles.evidence,
+                num_warps=4,
             )
             peak, ahead, behind, reach = ahead, behind, ahead, reach + by
-        scores.refine_wide[stretches, every](
-            log_s, peak, log_position, *which, keys, batch, size, *refining, exclusive=exclusive, **shape, **arithmetic
+        launch(
+            scores.refine_wide,
+            (stretches, every),
+            log_s,
+            peak,
+            log_position,
+            *which,
+            keys,
+            batch,
+            size,
+            *refining,
+            exclusive=exclusive,
+            **shape,
+            **arithmetic,
         )
     wanted = sample_rank(k)
-    top_k.sample[-(-size // (SAMPLED * tiles.sample)), heads, every](
-        keys, *which, bins, batch, size, heads, block=tiles.sample, num_warps=4
+    launch(
+        top_k.sample,
+        (-(-size // (SAMPLED * tiles.sample)), heads, every),
+        keys,
+        *which,
+        bins,
+        batch,
+        size,
+        heads,
+        block=tiles.sample,
+        num_warps=4,
     )
-    top_k.gather[-(-pieces // tiles.choose_chunks), heads, every](
+    launch(
+        top_k.gather, (-(-pieces // tiles.choose_chunks), heads, every),
         keys, *which, bins, listed, segments, list_key, list_at, batch, size, pieces, heads, wanted,
         block=tiles.choose, per=tiles.choose_chunks, stages=tiles.choose_stages, num_warps=tiles.choose_warps,
     )  # fmt: skip
-    top_k.threshold[heads, every](
+    launch(
+        top_k.threshold, (heads, every),
         keys, *which, bins, listed, segments, list_key, list_at, cut, before, selected,
         batch, size, pieces, heads, k, wanted,
         chunk=tiles.choose, block=tiles.listed, block_c=max(power_of_two(pieces), 32), block_k=1024,
         num_warps=tiles.listed_warps,
     )  # fmt: skip
-    top_k.write[pieces, heads, every](
+    launch(
+        top_k.write, (pieces, heads, every),
         *which, segments, list_key, list_at, cut, before, selected, batch, size, pieces, heads, k,
         chunk=tiles.choose, block=tiles.written, num_warps=2,
     )  # fmt: skip

@@ -268,7 +268,8 @@ def merged(
     """The query row of this program: its splits, and the sinks, brought to one denominator.
 
     Returns the result [block_v], zero for a row that is not slow or may attend to nothing, and the log of the sum of
-    the exponentials of its logits, -inf there. With `has_fill` and without sinks, NaN where all logits are -inf.
+    the exponentials of its logits, -inf there, NaN where the result is not finite. With `has_fill` and without sinks,
+    the result is NaN where all logits are -inf.
     """
     blocks: tl.constexpr = (rows + block_m - 1) // block_m
     head, m = tl.program_id(0) // rows, tl.program_id(0) % rows
@@ -323,7 +324,9 @@ def merged(
     empty = 0.0
     if has_fill and not has_sinks:
         empty = tl.where(splits > 0, float("nan"), 0.0)
-    return tl.where(nothing, empty, summed / tl.where(nothing, 1.0, total)), log_sum
+    found = tl.where(nothing, empty, summed / tl.where(nothing, 1.0, total))
+    finite = tl.min((tl.abs(found) < float("inf")).to(tl.int32), 0)
+    return found, tl.where(finite == 1, log_sum, float("nan"))
 
 
 @triton.jit(do_not_specialize=["batch", "kv_heads", "size", "max_splits", "programs", "columns"])

@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import math
 import operator
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -120,7 +120,9 @@ def _on_device(graph: fx.Graph, tracer: Tracer) -> None:
     by_products: dict[fx.Node, tuple[fx.Node, ...]] = {}
     appends: dict[Any, tuple[Any, ...]] = {}
     still: dict[fx.Node, fx.Node] = {}
+    lengths: dict[Any, fx.Node] = {}
     settled: set[Any] = set()
+    unsettled: dict[fx.Node, _Unsettled] = {}
     packs: dict[Any, fx.Node] = {n.args[8]: n for n in nodes if n.target is _SFI.pack.default}
     slow_rows = next((n.args[4] for n in nodes if n.target is _SFI.dense_attention.default), None)
     for node in nodes:
@@ -134,15 +136,16 @@ def _on_device(graph: fx.Graph, tracer: Tracer) -> None:
                 position, refreshed_at, selected_end, recent, held = appends[arguments[1]][2:7]
                 slots = int(example(held).shape[-1])
                 filled = (position, refreshed_at, slow_rows, selected_end, recent, slots)
-                length = tracer.inline(graph, device.filled, filled)
-                node.args = (*arguments, *_DEFAULTS[len(arguments) - 6 :], length)
+                if filled not in lengths:
+                    lengths[filled] = tracer.inline(graph, device.filled, filled)
+                node.args = (*arguments, *_DEFAULTS[len(arguments) - 6 :], lengths[filled])
             elif node.target is _SFI.dense_attention.default:
                 *attended, scale, status, context = arguments[:9]
                 fill = _fill(node)
                 number = None if fill is None else constant_of(fill)
                 form = (*arguments[9:11], *_DEFAULTS[len(arguments[9:11]) :], number)
                 out, *found = _parts(graph, 4, _SFI.dense_decode.default, *attended, scale, *form)
-                tracer.inline(graph, device.settle, (out, *attended[4:], status))
+                unsettled[found[0]] = _Unsettled(found[1], *attended[4:], status)
                 # Once for all layers of one mask: again, it changes nothing.
                 if (found_in := (_part(attended[5]), context)) not in settled:
                     tracer.inline(graph, device.settle_context, (*attended[4:], context))
@@ -154,7 +157,41 @@ def _on_device(graph: fx.Graph, tracer: Tracer) -> None:
                 k, v, _, _, rows, status, _, *memory = arguments
                 _call(graph, _SFI.append_rows.default, k, v, rows, status, status, -1, *memory)
     for several in _together(list(packs.values()), DataFlow(graph)):
+        found_by = [unsettled.pop(pack.args[2].args[0]) for pack in several]  # type: ignore[union-attr, arg-type]
+        with graph.inserting_before(several[-1]):
+            _settle(graph, tracer, found_by)
         _refresh(graph, several, by_products)
+    for alike in _grouped(unsettled.values()):
+        with graph.inserting_after(alike[-1].lse):
+            _settle(graph, tracer, alike)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Unsettled:
+    """A site of whose dense attention nobody has looked yet whether it went well."""
+
+    lse: fx.Node
+    slow_rows: fx.Node
+    extent: fx.Node
+    status: fx.Node
+
+    @property
+    def kind(self) -> Hashable:
+        """Equal for sites that can be looked at together."""
+        return _description(self.lse), self.slow_rows, _part(self.extent), self.status
+
+
+def _grouped(sites: Iterable[_Unsettled]) -> list[list[_Unsettled]]:
+    groups: dict[Hashable, list[_Unsettled]] = {}
+    for site in sites:
+        groups.setdefault(site.kind, []).append(site)
+    return list(groups.values())
+
+
+def _settle(graph: fx.Graph, tracer: Tracer, sites: list[_Unsettled]) -> None:
+    """Write what some sites of one kind found into their rows' status, all at once, at the insertion point."""
+    last = sites[-1]
+    tracer.inline(graph, device.settle, (last.slow_rows, last.extent, last.status, *(site.lse for site in sites)))
 
 
 def _append(graph: fx.Graph, append: fx.Node, packed: Any, still: dict[fx.Node, fx.Node]) -> None:

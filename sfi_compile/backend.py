@@ -15,12 +15,13 @@ from torch import fx
 
 from sfi_compile import diagnostics
 from sfi_compile.compat.dynamo import example, has_symbols, is_last_recompilation, needs_gradients
-from sfi_compile.compat.inductor import compile_graph, mode_patches
+from sfi_compile.compat.inductor import compile_graph, mode_patches, tuned
 from sfi_compile.config import Config, within
 from sfi_compile.cost_model import CostModel, SiteShape
 from sfi_compile.diagnostics import DenseGraph
 from sfi_compile.guard import GuardInputs
 from sfi_compile.passes import pipeline
+from sfi_compile.passes.ahead import kernels_compiled
 from sfi_compile.passes.base import ContextSizedError, VerificationError, Work
 from sfi_compile.passes.dataflow import DataFlow, alike, extract
 from sfi_compile.runtime import DecodeRunner
@@ -78,7 +79,9 @@ def sfi(gm: fx.GraphModule, example_inputs: Sequence[Any], **settings: Any) -> C
         _report(found, config)
         return _left_dense(compile_graph(gm, example_inputs, patches), found)
     inputs = [*example_inputs, *work.added]
-    slow, fast = (compile_graph(module, inputs, patches, pipeline.cache_key()) for module in work.variants)
+    patches = {**tuned(any(s.device.type == "cuda" for s in work.state)), **patches}
+    with kernels_compiled(work):
+        slow, fast = (compile_graph(module, inputs, patches, pipeline.cache_key()) for module in work.variants)
     diagnostics.counters.graphs += 1
     state = {s.name: s.allocate() for s in work.state}
     runner = DecodeRunner(slow, fast, reads, state, work.config, work.min_context or 0, len(work.matched.sites))

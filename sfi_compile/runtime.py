@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sfi_compile import diagnostics
+from sfi_compile.announcement import Announcement
 from sfi_compile.config import Config
 from sfi_compile.guard import Found, GuardInputs, Reader
 from sfi_compile.ops import RowStatus
@@ -28,6 +29,10 @@ _WARNINGS = {
     RowStatus.AHEAD: "row {row} attends to positions after the one written, {position}: its mask lets them through, or "
     "blocks all of them with a number that is not -inf; it stays dense",
 }
+
+
+TOLD = ("sfi_slow_rows", "sfi_status", "sfi_refreshed_at", "sfi_started_at")
+"""What the host tells the device before a slow step, of the state that sites share."""
 
 
 class DecodeRunner:
@@ -51,15 +56,8 @@ class DecodeRunner:
         self.boundary = frozenset(config.boundary_token_ids) if guard.tokens is not None else frozenset()
         self.found = Found(self._shared("sfi_status"), self._shared("sfi_context"), state["sfi_held_0"])
         self.reader = Reader(guard, bool(self.boundary), self.found)
-        # Where the host leaves what it tells; the device has read it when the next step's guard has its answer.
-        self.told = {
-            name: (
-                torch.empty(guard.batch, dtype=state[name].dtype, pin_memory=state[name].is_cuda),
-                self._shared(name),
-            )
-            for name in ("sfi_slow_rows", "sfi_status", "sfi_refreshed_at", "sfi_started_at")
-            if name in state
-        }
+        told = {name: self._shared(name) for name in TOLD if name in state}
+        self.announcement = Announcement(guard.batch, told, self.found.context)
         self.unsettled: tuple[int, list[Trigger | None]] | None = None
         """Position and reasons of a slow step of which nobody has read yet what it left."""
         self.next_position: int | None = None
@@ -165,7 +163,7 @@ class DecodeRunner:
             short = row.context > 0 and row.context + self.guard.queries < self.min_context
             statuses.append(max(status, RowStatus.SHORT) if short else status)
         slow = [reason is not None for reason in why]
-        values = {
+        values: dict[str, Sequence[int]] = {
             "sfi_slow_rows": slow,
             "sfi_status": statuses,
             "sfi_refreshed_at": [
@@ -173,12 +171,7 @@ class DecodeRunner:
             ],
             "sfi_started_at": [row.started_at for row in self.rows],
         }
-        for name, (told, states) in self.told.items():
-            told.copy_(torch.tensor(values[name]))
-            for state in states:
-                state.copy_(told, non_blocking=True)
-        for context in self.found.context:
-            context.zero_()
+        self.announcement.tell(values)
 
     def _settle(self, found: Sequence[Sequence[int]]) -> None:
         """Take over what the last slow step left: status, context and held positions of every row."""

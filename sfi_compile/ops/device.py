@@ -8,6 +8,7 @@ Shapes: B rows, Hq query heads, Hkv KV heads, G = Hq/Hkv, Q queries, N positions
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -46,16 +47,17 @@ def filled(
     return length if slow_rows is None else length.masked_fill(slow_rows, 0)
 
 
-def settle(out: Tensor, slow_rows: Tensor, extent: Tensor, status: Tensor) -> None:
-    """What `sfi::dense_attention` finds in the slow rows, from its output [B, Hq, Q, Dv]; made to be traced.
+def settle(slow_rows: Tensor, extent: Tensor, status: Tensor, *lse: Tensor) -> None:
+    """What `sfi::dense_attention` finds in the slow rows of several sites, from what `sfi::dense_decode` left there:
+    log-sum-exps of one shape, NaN where an output is not finite; made to be traced.
 
     Reads the status, which is never negative, in one place: Inductor writes all that is computed from one out at every
-    reader, so with two readers a layer the last layer's code would be 2^layers long.
+    reader, so with two readers each, the last sites' code would be 2^times long.
     """
     valid, _, ahead = extent.unbind(1)
-    finite = out.isfinite().flatten(1).all(1)
-    short, broken, early = (int(s) for s in (RowStatus.SHORT, RowStatus.NOT_FINITE, RowStatus.AHEAD))
-    found = torch.where(finite, torch.where(ahead > 0, early, torch.where(valid > 0, 0, short)), broken)
+    broken = functools.reduce(torch.logical_or, (x.isnan() for x in lse)).flatten(1).any(1)
+    short, not_finite, early = (int(s) for s in (RowStatus.SHORT, RowStatus.NOT_FINITE, RowStatus.AHEAD))
+    found = torch.where(broken, not_finite, torch.where(ahead > 0, early, torch.where(valid > 0, 0, short)))
     status.copy_(torch.maximum(status, torch.where(slow_rows, found, 0)))
 
 

@@ -1,0 +1,53 @@
+"""What the host tells the device before a slow step: which rows are slow, and what they start from. Imports torch only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+
+class Announcement:
+    """Numbers by row, from the host into state tensors that never move.
+
+    On a GPU, all that is one captured graph, which reads from pinned memory; it is captured the second time.
+
+    Args:
+        batch: rows.
+        told: state tensors [batch] by name, one for each device.
+        zeroed: state tensors that become zero whenever something is told.
+    """
+
+    def __init__(self, batch: int, told: Mapping[str, tuple[Tensor, ...]], zeroed: tuple[Tensor, ...]) -> None:
+        self.told, self.zeroed = told, zeroed
+        # The device has read these when the next step's guard has its answer; nothing is told before that.
+        self.host = {
+            name: torch.empty(batch, dtype=states[0].dtype, pin_memory=states[0].is_cuda)
+            for name, states in told.items()
+        }
+        every = [*zeroed, *(state for states in told.values() for state in states)]
+        self.device = every[0].device if len({t.device for t in every}) == 1 and every[0].is_cuda else None
+        self.times = 0
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def tell(self, values: Mapping[str, Sequence[int]]) -> None:
+        """Write `values` [batch], by name; names that are not told are left out."""
+        for name, host in self.host.items():
+            host.copy_(torch.tensor(values[name]))
+        self.times += 1
+        if self.device is not None and self.times == 2:
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.device(self.device), torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                self._write()
+        if self.graph is None:
+            self._write()
+        else:
+            self.graph.replay()
+
+    def _write(self) -> None:
+        for name, host in self.host.items():
+            for state in self.told[name]:
+                state.copy_(host, non_blocking=True)
+        for state in self.zeroed:
+            state.zero_()
