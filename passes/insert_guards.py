@@ -39,22 +39,40 @@ PER_SITE = ("sfi_held", "sfi_mem_k", "sfi_mem_v")
 """State of one site: positions [B, Hkv, S], keys [B, Hkv, S, Dk], values [B, Hkv, S, Dv]."""
 STARTED, QUERIES = "sfi_started_at", "sfi_queries"
 """With an `evidence_window` W: where rows' sequences began, [B], shared, and a site's last queries, [B, Hq, W, Dk]."""
+HISTORY = "sfi_history"
+"""Of a policy that keeps it: what a site has attended to, float32 [B, Hkv, N]; with `STARTED`."""
+
+
+def of_site(config: Config, site: Site, number: int, sites: int) -> Config:
+    """The options as one of the sites has them: with the budget that the policy gives it.
+
+    Raises:
+        ValueError: a policy that gives no budget of at least one.
+    """
+    policy = policies.parse(config.policy)
+    return dataclasses.replace(config, k_head=policies.budget_of(policy, number, sites, config.k_head, site.context))
 
 
 def memory_layout(site: Site, config: Config) -> tuple[int, int]:
-    """(first slot of the recent segment, slots in all) of a site's memory. The selection never exceeds the context."""
+    """(first slot of the recent segment, slots in all) of a site's memory, under its own options (`of_site`). The
+    selection never exceeds the context."""
     selected_end = config.sink + min(config.k_head, site.context)
     return selected_end, selected_end + config.recent + config.refresh_interval
 
 
 def shared_state(config: Config) -> dict[str, torch.dtype]:
     """What all sites of a device share, each [B]."""
-    return {**SHARED, STARTED: torch.int64} if config.evidence_window > 1 else SHARED
+    return {**SHARED, STARTED: torch.int64} if config.evidence_window > 1 or _keeps_history(config) else SHARED
 
 
 def site_state(site: Site, config: Config) -> tuple[str, ...]:
     """What each site has for itself."""
-    return (*PER_SITE, QUERIES) if _asks_earlier(site, config) else PER_SITE
+    more = (QUERIES,) if _asks_earlier(site, config) else ()
+    return (*PER_SITE, *more, HISTORY) if _keeps_history(config) else (*PER_SITE, *more)
+
+
+def _keeps_history(config: Config) -> bool:
+    return policies.parse(config.policy).keeps_history
 
 
 def _asks_earlier(site: Site, config: Config) -> bool:
@@ -78,7 +96,7 @@ def state_of(sites: tuple[Site, ...], config: Config) -> tuple[StateTensor, ...]
         for n, t in shared_state(config).items()
     ]
     for i, site in enumerate(sites):
-        slots = memory_layout(site, config)[1]
+        slots = memory_layout(site, of_site(config, site, i, len(sites)))[1]
         base = (site.batch, site.kv_heads, slots)
         state.append(StateTensor(f"sfi_held_{i}", base, torch.int64, site.device))
         state.append(StateTensor(f"sfi_mem_k_{i}", (*base, site.key_dim), site.dtype, site.device))
@@ -86,6 +104,9 @@ def state_of(sites: tuple[Site, ...], config: Config) -> tuple[StateTensor, ...]
         if _asks_earlier(site, config):
             shape = (site.batch, site.query_heads, max(config.evidence_window, site.query_len), site.key_dim)
             state.append(StateTensor(f"{QUERIES}_{i}", shape, site.dtype, site.device))
+        if _keeps_history(config):
+            of_all = (site.batch, site.kv_heads, site.context)
+            state.append(StateTensor(f"{HISTORY}_{i}", of_all, torch.float32, site.device))
     return tuple(state)
 
 
@@ -120,7 +141,8 @@ class InsertGuards(Pass):
         replaced: dict[fx.Node, fx.Node] = {}
         for i in range(len(match.sites)):
             site = match.sites[i]
-            out = _guard_site(module, builder, site, i, predicate, inputs, devices, work, self.refresh)
+            own = dataclasses.replace(work, config=of_site(work.config, site, i, len(match.sites)))
+            out = _guard_site(module, builder, site, i, predicate, inputs, devices, own, self.refresh)
             replaced[site.form.node] = out
             replaced[site.form.original] = out if site.form.result is site.form.node else site.form.result
             # A later site may read this one's value directly.
@@ -258,7 +280,12 @@ def _slow_branch(b: Builder, n: dict[str, fx.Node], site: Site, work: Work) -> f
     if QUERIES in n:
         b.call(sfi.remember.default, n["q"], n["sfi_position"], n[QUERIES])
         asked += (site.scale, site.softcap, n[QUERIES], n["sfi_position"], n[STARTED])
-    selected = b.call(sfi.select.default, *asked)
+    kept = {}
+    if HISTORY in n:
+        kept["history"] = n[HISTORY]
+        told = (n["sfi_position"], n[STARTED], spec)
+        b.call(sfi.accumulate.default, logits, rows, status, extent, *told, n[HISTORY])
+    selected = b.call(sfi.select.default, *asked, **kept)
     memory = (n["sfi_held"], n["sfi_mem_k"], n["sfi_mem_v"])
     b.call(sfi.pack.default, n["k"], n["v"], selected, held, rows, status, work.config.sink, *memory)
     dense = rows

@@ -150,7 +150,8 @@ class Config:
 
     @property
     def memory_slots(self) -> int:
-        """Slots of one packed memory: sink, selected, and the recent segment at its longest."""
+        """Slots of one packed memory: sink, selected, and the recent segment at its longest. Under a policy that gives
+        sites budgets of their own, their mean."""
         return self.sink + self.k_head + self.recent + self.refresh_interval
 
     def selector(self) -> SelectorSpec:

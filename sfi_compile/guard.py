@@ -79,15 +79,16 @@ class Found:
     """int64 [B] of `RowStatus`, for each device that has sites; the largest counts."""
     context: tuple[Tensor, ...]
     """int64 [B], valid tokens, likewise."""
-    held: Tensor
-    """int64 [B, Hkv, S]: positions in the first site's memory, -1 for empty."""
+    held: tuple[Tensor, ...]
+    """int64 [B, Hkv, S]: positions in the memories that are counted, -1 for empty."""
 
     def values(self) -> list[Tensor]:
         """Status, context and number of held positions of all heads, each int64 [B]."""
-        device = self.held.device
+        device = self.held[0].device
         merged = [torch.stack([t.to(device) for t in each]).amax(0) if len(each) > 1 else each[0]
                   for each in (self.status, self.context)]  # fmt: skip
-        return [*merged, (self.held >= 0).sum((1, 2))]
+        counts = [(held >= 0).sum((1, 2)).to(device) for held in self.held]
+        return [*merged, torch.stack(counts).sum(0) if len(counts) > 1 else counts[0]]
 
 
 class Reader:

@@ -54,7 +54,10 @@ class DecodeRunner:
         self.arguments = tuple(state.values())
         self.rows = [Row() for _ in range(guard.batch)]
         self.boundary = frozenset(config.boundary_token_ids) if guard.tokens is not None else frozenset()
-        self.found = Found(self._shared("sfi_status"), self._shared("sfi_context"), state["sfi_held_0"])
+        held = [state[f"sfi_held_{i}"] for i in range(sites)]
+        # Memories of one size are filled alike: the first stands for all.
+        counted = tuple(held if len({t.shape[2] for t in held}) > 1 else held[:1])
+        self.found = Found(self._shared("sfi_status"), self._shared("sfi_context"), counted)
         self.reader = Reader(guard, bool(self.boundary), self.found)
         told = {name: self._shared(name) for name in TOLD if name in state}
         self.announcement = Announcement(guard.batch, told, self.found.context)
@@ -177,7 +180,7 @@ class DecodeRunner:
         """Take over what the last slow step left: status, context and held positions of every row."""
         assert self.unsettled is not None
         (position, why), self.unsettled = self.unsettled, None
-        c, heads = diagnostics.counters, self.found.held.shape[1]
+        c, heads = diagnostics.counters, sum(t.shape[1] for t in self.found.held)
         valid = []
         for b, (row, reason) in enumerate(zip(self.rows, why, strict=True)):
             if reason is None:

@@ -34,7 +34,7 @@ class Row:
     started_at: int = 0
     """Position of the first token that the row was fed as part of this sequence."""
     support: float = 0.0
-    """Tokens per KV head that the memory held after the last refresh (mean over heads)."""
+    """Tokens per KV head that the memories held after the last refresh (mean over heads)."""
     quiet_until: int = 0
     """Boundaries before this position are ignored (`sentence_cooldown`)."""
 

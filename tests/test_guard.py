@@ -39,7 +39,7 @@ def reader() -> Reader:
     )  # fmt: skip
     status, context = torch.tensor([0, 4]), torch.tensor([7, 3])
     held = torch.tensor([[[0, 1, -1]], [[0, -1, -1]]])
-    return Reader(inputs, True, Found((status,), (context,), held))
+    return Reader(inputs, True, Found((status,), (context,), (held,)))
 
 
 def step(at: int, root: Tensor, second: int | None = None) -> list[Any]:

@@ -9,11 +9,12 @@ from sfi_compile.ops.device import append_rows, dense_decode, refresh_rows
 from sfi_compile.ops.fast import append, gather, memory_attention, remember
 from sfi_compile.ops.form import attention
 from sfi_compile.ops.linear import linear
-from sfi_compile.ops.slow import dense_attention, frame, pack, select
+from sfi_compile.ops.slow import accumulate, dense_attention, frame, pack, select
 from sfi_compile.ops.status import RowStatus
 
 __all__ = [
     "RowStatus",
+    "accumulate",
     "append",
     "append_rows",
     "attention",

@@ -211,6 +211,48 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(*q.shape[:3], v.shape[-1]), logits
 
 
+@operator("history", reads_flags=True)
+def accumulate(
+    logits: Tensor,
+    slow_rows: Tensor,
+    status: Tensor,
+    extent: Tensor,
+    position: Tensor,
+    started_at: Tensor,
+    spec: str,
+    history: Tensor,
+) -> None:
+    """Add what this step attends to, to the history of the slow rows, which begins anew with each sequence.
+
+    Rows in which something is wrong (`RowStatus` past SHORT) add nothing.
+
+    Args:
+        logits: float32 [B, Hkv, G*Q, N], -inf where masked.
+        slow_rows: bool [B].
+        status: int64 [B] of `RowStatus`.
+        extent: int64 [B, 3], of `sfi::frame`.
+        position: int64 [Q], of this step's tokens.
+        started_at: int64 [B], where each row's sequence began.
+        spec: `SelectorSpec.to_text()`; its policy says how to add.
+        history: float32 [B, Hkv, N], written; zero where its sequence has attended to nothing.
+    """
+    policy = policies.parse(parse_spec(spec).policy)
+    first, lengths = int(position[0]), extent[:, 1].tolist()
+    starts, found = started_at.tolist(), status.tolist()
+    for b in _flagged(slow_rows):
+        # A row is slow in the step that begins its sequence, and in that step alone begins where the step does.
+        if starts[b] == first:
+            history[b] = 0.0
+        if found[b] <= RowStatus.SHORT:
+            past = history[b, :, : lengths[b]]
+            # All -inf, a query that may attend to nothing adds nothing.
+            own = logits[b, ..., : lengths[b]].softmax(-1).nan_to_num_(0.0).sum(1)
+            past.copy_(policy.accumulated(past, own))
+
+
+fake_of(accumulate)(only_writes)
+
+
 @operator(reads_flags=True)
 def select(
     logits: Tensor,
@@ -225,6 +267,7 @@ def select(
     queries: Tensor | None = None,
     position: Tensor | None = None,
     started_at: Tensor | None = None,
+    history: Tensor | None = None,
 ) -> Tensor:
     """Evidence → selection, for the slow rows that are ready for a memory.
 
@@ -241,6 +284,7 @@ def select(
         queries: [B, Hq, W, Dk], of `sfi::remember`, this step's among them; those of earlier tokens are evidence, too.
         position: int64 [Q], of this step's tokens; with `queries`.
         started_at: int64 [B], where the sequence that the queries are of began; with `queries`.
+        history: float32 [B, Hkv, N], of `sfi::accumulate`, this step's attention included.
 
     Returns:
         int64 [B, Hkv, min(k_head, N)], ascending; -1 for unused slots and in rows that do not refresh.
@@ -260,7 +304,8 @@ def select(
             first = max(int(position[-1]) - queries.shape[2] + 1, int(started_at[b]))
             earlier = torch.arange(first, int(position[0]), device=keys.device)
             seen = torch.cat([seen, _earlier(queries[b], earlier, keys[b, :, :n], seen, scale, softcap)], 1)
-        evidence = policies.Evidence(seen, keys[b, :, :n], candidates, place, parsed)
+        past = None if history is None else history[b, :, :n]
+        evidence = policies.Evidence(seen, keys[b, :, :n], candidates, place, parsed, past)
         chosen = selector.top_k(policies.scores_of(policy, evidence), candidates, min(k, n))
         out[b, :, : chosen.shape[-1]] = chosen
     return out

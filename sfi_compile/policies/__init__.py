@@ -1,11 +1,14 @@
 """Policies: what a memory holds. `sfi` is the paper's selector (`kernels/selector.py`); the others are baselines.
 
 Whatever the policy, sinks and the recent segment are kept, and `k_head` tokens for each KV head are chosen at every
-refresh; all go through the same passes and the same memory. May import kernels and `config`.
+refresh, in the mean over the sites; all go through the same passes and the same memory. May import kernels and
+`config`.
 """
 
-from sfi_compile.policies.base import Evidence, Policy, names, parse, register, scores_of
+from sfi_compile.policies.base import Evidence, Policy, budget_of, names, parse, register, scores_of
 from sfi_compile.policies.fresh import Fresh
+from sfi_compile.policies.h2o import H2O
+from sfi_compile.policies.pyramidkv import PyramidKV
 from sfi_compile.policies.random import Random
 from sfi_compile.policies.reach import Reach
 from sfi_compile.policies.sfi import Sfi
@@ -14,6 +17,6 @@ from sfi_compile.policies.streaming import Streaming
 from sfi_compile.policies.topk import TopK
 
 __all__ = [
-    "Evidence", "Fresh", "Policy", "Random", "Reach", "Sfi", "SnapKV", "Streaming", "TopK",
-    "names", "parse", "register", "scores_of",
+    "H2O", "Evidence", "Fresh", "Policy", "PyramidKV", "Random", "Reach", "Sfi", "SnapKV", "Streaming", "TopK",
+    "budget_of", "names", "parse", "register", "scores_of",
 ]  # fmt: skip

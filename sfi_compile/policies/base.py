@@ -32,6 +32,9 @@ class Evidence:
     """float32 [N]: the term of `sfi`'s prior that depends on the place alone."""
     spec: SelectorSpec
     """The options that a refresh depends on."""
+    history: Tensor | None = None
+    """float32 [H, N]: what the slow steps of this sequence have attended to, this one's included, of a policy that
+    `keeps_history`."""
 
     @property
     def log_probabilities(self) -> Tensor:
@@ -52,11 +55,36 @@ class Policy:
     """What `policy=` in the options says."""
     reads_memory: ClassVar[bool] = False
     """Whether a slow step, too, attends to the memory, to the one that it has just filled, and not to everything."""
+    keeps_history: ClassVar[bool] = False
+    """Whether sites keep a `history` of attention: 4 bytes for each position and KV head."""
 
     @property
     def window(self) -> int:
         """Queries of the last so many tokens that it wants to see, at least (`evidence_window`)."""
         return 1
+
+    def budget(self, site: int, sites: int, k_head: int, context: int) -> int:
+        """Most tokens chosen per KV head at one site; more than the context count as the context.
+
+        Their mean over the sites should be `k_head`: that is what the cost model counts with.
+
+        Args:
+            site: its number, from 0, in the order in which the step computes them.
+            sites: how many there are.
+            k_head: of the options.
+            context: positions that the site's cache holds.
+        """
+        return k_head
+
+    def accumulated(self, history: Tensor, attention: Tensor) -> Tensor:
+        """The history after one more slow step.
+
+        Args:
+            history: float32 [H, N], before it; zeros where a sequence begins.
+            attention: float32 [H, N], the step's own: probabilities, summed over the query heads of a group and the
+                queries of the step. Queries of earlier tokens are not among them, so that none counts twice.
+        """
+        return history + attention
 
     def scores(self, evidence: Evidence) -> Tensor:
         """How much each position is wanted: [H, N], of which `k_head` candidates of each head are taken, the largest
@@ -143,6 +171,18 @@ def parse(text: str) -> Policy:
             allowed = type(field.default).__name__
             raise ValueError(f"policy {kind.name!r}: {field.name} is {value!r}; allowed: {allowed}")
     return kind(**values)
+
+
+def budget_of(policy: Policy, site: int, sites: int, k_head: int, context: int) -> int:
+    """The budget of a site, as `Policy.budget`.
+
+    Raises:
+        ValueError: the policy gave no whole number of at least one.
+    """
+    found = policy.budget(site, sites, k_head, context)
+    if type(found) is not int or found < 1:
+        raise ValueError(f"policy {policy.name!r} gave site {site} a budget of {found!r}; allowed: whole numbers >= 1")
+    return found
 
 
 def scores_of(policy: Policy, evidence: Evidence) -> Tensor:

@@ -19,7 +19,7 @@ from tests.decoders import BY_NAME
 from tests.harness import FULL, SMALL, compiled, decode, dense_steps, eager_lowering, prompt
 from tests.passes import toys
 
-BASELINES = ("fresh", "random", "reach", "snapkv", "streaming", "topk")
+BASELINES = ("fresh", "h2o", "pyramidkv", "random", "reach", "snapkv", "streaming", "topk")
 
 
 @policies.register
@@ -76,6 +76,13 @@ def test_a_policy_survives_its_text(given: Any, text: str) -> None:
         ("reach(queries=0)", ("'reach'", "queries is 0", "allowed: a whole number >= 1")),
         ("reach(ahead=-1)", ("ahead is -1", "allowed: a whole number >= 0")),
         ("reach(decay=1.5)", ("decay is 1.5", "allowed: a number >= 0 and <= 1")),
+        ("h2o(decay=-0.1)", ("'h2o'", "decay is -0.1", "allowed: a number >= 0 and <= 1")),
+        ("h2o(decay=2)", ("decay is 2.0", "allowed: a number >= 0 and <= 1")),
+        ("h2o(decay='half')", ("decay is 'half'", "allowed: float")),
+        ("pyramidkv(beta=0.5)", ("'pyramidkv'", "beta is 0.5", "allowed: a number >= 1")),
+        ("pyramidkv(beta=1e999)", ("beta is inf", "allowed: a number >= 1")),
+        ("pyramidkv(queries=0)", ("'pyramidkv'", "queries is 0", "allowed: a whole number >= 1")),
+        ("pyramidkv(pool=4)", ("pool is 4", "allowed: an odd number >= 1")),
         ("snapkv(queries=0)", ("'snapkv'", "queries is 0")),
         ("snapkv(pool=4)", ("pool is 4", "allowed: an odd number >= 1")),
         ("top k", ("'top k' is no policy",)),
@@ -307,11 +314,12 @@ def test_queries_of_earlier_steps_are_evidence_until_the_text_changes() -> None:
             Witness.seen.clear()
 
 
-def test_snapkv_pools_the_attention_of_its_window() -> None:
-    assert Config.from_options({"policy": "snapkv"}).evidence_window == 32
-    assert Config.from_options({"policy": "snapkv(queries=4)", "evidence_window": 8}).evidence_window == 8
+@pytest.mark.parametrize("policy", ["snapkv", "pyramidkv"])
+def test_snapkv_pools_the_attention_of_its_window(policy: str) -> None:
+    assert Config.from_options({"policy": policy}).evidence_window == 32
+    assert Config.from_options({"policy": f"{policy}(queries=4)", "evidence_window": 8}).evidence_window == 8
     given = evidence()
-    for h, found in enumerate(chosen("snapkv(pool=5)", given)):
+    for h, found in enumerate(chosen(f"{policy}(pool=5)", given)):
         mean = given.logits[h].double().softmax(-1).mean(0)
         pooled = [float(mean[max(t - 2, 0) : t + 3].max()) for t in range(len(mean))]
         worth = sorted(given.candidates.nonzero().flatten().tolist(), key=lambda t: (-pooled[t], t))

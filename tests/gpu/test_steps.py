@@ -231,7 +231,7 @@ def test_several_tokens_a_step() -> None:
 
 
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
-@pytest.mark.parametrize("policy", ["reach", "random"])
+@pytest.mark.parametrize("policy", ["h2o", "pyramidkv", "random", "reach"])
 def test_policies_without_kernels_run_as_plain_torch(policy: str, mode: str | None) -> None:
     """Slow steps are dense, and so is a memory of everything."""
     model = decoder(torch.float32)

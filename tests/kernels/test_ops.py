@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ ON_DEVICE = ("dense_decode", "append_rows", "refresh_rows")
 """Those that launch kernels, and have tests of their own."""
 CONFIG = Config.from_options({"sink": 2, "recent": 4, "k_head": 5, "refresh_interval": 3, "nms_window": 6})
 SPEC = CONFIG.selector().to_text()
+HISTORY_SPEC = dataclasses.replace(CONFIG, policy="h2o(decay=0.75)").selector().to_text()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -53,6 +55,9 @@ def whole_step(case: Attention, position: int) -> tuple[Tensor, ...]:
     extent, log_position, held = SFI.frame(case.mask, case.slow_rows, at, SPEC, selected_end, slots)
     operands = (case.q, case.k, case.v, case.mask, case.slow_rows, extent, case.scale, status, context)
     out, logits = SFI.dense_attention(*operands)
+    history = torch.full((batch, kv_heads, size), 0.5)
+    begun = torch.full((batch,), position - 1)
+    SFI.accumulate(logits, case.slow_rows, status, extent, at, begun, HISTORY_SPEC, history)
     selected = SFI.select(logits, case.k, case.slow_rows, status, extent, log_position, SPEC)
     SFI.pack(case.k, case.v, selected, held, case.slow_rows, status, CONFIG.sink, *memory)
     token = (case.q[:, :: case.q.shape[1] // kv_heads, :1, :], out[:, :: case.q.shape[1] // kv_heads, :1, :])
@@ -64,7 +69,7 @@ def whole_step(case: Attention, position: int) -> tuple[Tensor, ...]:
     fast = SFI.memory_attention(case.q, memory[1], memory[2], memory[0], mask, case.scale)
     # What fast rows hold is undefined: no one may read it.
     logits = torch.where(case.slow_rows.reshape(-1, 1, 1, 1), logits, 0.0)
-    return out, logits, selected, status, context, *memory, fast
+    return out, logits, selected, status, context, history, *memory, fast
 
 
 @given(attentions(queries=1))
@@ -76,7 +81,7 @@ def test_a_row_alone_is_the_row_in_a_batch(case: Attention) -> None:
     for b in range(case.q.shape[0]):
         alone = whole_step(case.row(b), position)
         for name, one, many in zip(
-            "out logits selected status context held k v fast".split(), alone, together, strict=True
+            "out logits selected status context history held k v fast".split(), alone, together, strict=True
         ):
             assert torch.equal(one[0].nan_to_num(7.5), many[b].nan_to_num(7.5)), name
 
@@ -139,13 +144,14 @@ def arguments_of(name: str, dtype: torch.dtype) -> tuple[Any, ...]:
     selected = torch.tensor([[[3, 5, 7, -1, -1]] * 3] * 2)
     logits = torch.randn(2, 3, 2, 20, generator=g).masked_fill(~mask, -torch.inf)
     extent, log_position, held = SFI.frame(mask, slow_rows, at, SPEC, 7, 14)
-    sinks = torch.randn(1, 6, 1, 2, generator=g).to(dtype)
+    sinks, history = torch.randn(1, 6, 1, 2, generator=g).to(dtype), torch.rand(2, 3, 20, generator=g)
     return {
         "gather": (mask.float(), memory[0], "b11s"),
         "attention": (q, k, v, mask, 0.3, 2.0, sinks),
         "frame": (mask, slow_rows, at, SPEC, 7, 14),
         "dense_attention": (q, k, v, mask, slow_rows, extent, 0.3, status, context),
         "select": (logits, k, slow_rows, status, extent, log_position, SPEC),
+        "accumulate": (logits, slow_rows, status, extent, at, at.expand(2).clone(), HISTORY_SPEC, history),
         "pack": (k, v, selected, held, slow_rows, status, CONFIG.sink, *memory),
         "append": (k[:, :, :1], v[:, :, :1], at + 1, at.expand(2).clone(), 7, 4, *memory),
         "memory_attention": (q, memory[1], memory[2], memory[0], mask[:, :, :, :14].expand(2, 3, 1, 14), 0.3),
@@ -160,6 +166,7 @@ NAMES = [
     "attention",
     "frame",
     "dense_attention",
+    "accumulate",
     "select",
     "pack",
     "append",
@@ -181,6 +188,8 @@ def test_a_selection_that_asks_earlier_queries_is_described_likewise() -> None:
     queries, started_at = torch.randn(2, 6, 4, 8), torch.tensor([10, 12])
     asked = (*arguments_of("select", torch.float32), 0.3, 2.0, queries, torch.tensor([12]), started_at)
     torch.library.opcheck(SFI.select.default, asked, test_utils=("test_schema", "test_faketensor"))
+    with_history = (*asked[:6], HISTORY_SPEC, *asked[7:], torch.rand(2, 3, 20))
+    torch.library.opcheck(SFI.select.default, with_history, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("name", sorted(ops.plain))
@@ -207,7 +216,7 @@ def test_every_operator_is_covered() -> None:
 
 def test_operators_that_read_flags_stay_out_of_cuda_graphs() -> None:
     unsafe = {n for n in (*NAMES, *ON_DEVICE) if torch._C.Tag.cudagraph_unsafe in getattr(SFI, n).default.tags}
-    assert unsafe == {"frame", "dense_attention", "select", "pack"}
+    assert unsafe == {"frame", "dense_attention", "accumulate", "select", "pack"}
 
 
 def test_slots_past_the_length_count_as_empty() -> None:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from sfi_compile.compat.dynamo import example
-from sfi_compile.config import Config
-from sfi_compile.passes.insert_guards import memory_layout
+from sfi_compile.config import Config, SelectorSpec
+from sfi_compile.passes.insert_guards import memory_layout, of_site
 from tests.passes.toys import (
     OPTIONS,
     SDPA,
@@ -131,6 +131,46 @@ def test_state_inputs_are_static_and_last() -> None:
             assert (tuple(example(node).shape), example(node).dtype) == shapes[node.name]
             assert node.meta["tensor_dict"] == {"_dynamo_static_input_type": "unguarded"}
             assert node._dynamo_source is None
+
+
+def test_a_history_is_written_before_it_is_read_and_in_slow_steps_alone() -> None:
+    work = compiled(record(minimal, *operands()).module, "insert_guards", policy="h2o")
+    shared = f"{SHARED}, sfi_started_at"
+    state_names = [s.name for s in work.state]
+    assert state_names == [*shared.split(", "), "sfi_held_0", "sfi_mem_k_0", "sfi_mem_v_0", "sfi_history_0"]
+    assert (work.state[-1].shape, work.state[-1].dtype) == ((1, 1, 8), torch.float32)
+    lines = text(branch(work, "sfi_slow_0")).splitlines()
+    at = next(i for i, line in enumerate(lines) if "accumulate" in line)
+    given = "getitem_5, sfi_slow_rows, sfi_status, getitem, sfi_position, sfi_started_at, SPEC, sfi_history"
+    assert lines[at] == f"accumulate = sfi.accumulate({given})"
+    asked = "getitem_5, k, sfi_slow_rows, sfi_status, getitem, getitem_2, SPEC, history=sfi_history"
+    assert lines[at + 1] == f"select = sfi.select({asked})"
+    assert "sfi_history" not in "".join(text(branch(work, "sfi_fast_0")).splitlines()[1:])
+
+
+def test_sites_have_the_budgets_that_their_policy_gives_them() -> None:
+    def function(
+        q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor, keys2: Tensor, values2: Tensor
+    ) -> Tensor:
+        return minimal(minimal(q, k, v, keys, values, pos), k, v, keys2, values2, pos)
+
+    inputs = operands()
+    recorded = record(function, *inputs, *(t.clone() for t in inputs[3:5]))
+    options = {"policy": "pyramidkv(queries=1)", "k_head": 3}
+    work = compiled(recorded.module, "insert_guards", **options)
+    sizes = {s.name: s.shape[2] for s in work.state if "_held_" in s.name or "_mem_" in s.name}
+    wanted = {f"sfi_{name}_{i}": 1 + k + 2 + 2 for i, k in ((0, 5), (1, 1)) for name in ("held", "mem_k", "mem_v")}
+    assert sizes == wanted
+    config, sites = Config.from_options({**OPTIONS, **options}), work.matched.sites
+    own = [of_site(config, site, i, 2) for i, site in enumerate(sites)]
+    assert [memory_layout(site, mine) for site, mine in zip(sites, own, strict=True)] == [(6, 10), (2, 6)]
+    assert sum(sizes[f"sfi_held_{i}"] for i in range(2)) == 2 * config.memory_slots, "what the cost model counts with"
+    for i, k in ((0, 5), (1, 1)):
+        for name in ("frame", "select"):
+            [node] = [n for n in branch(work, f"sfi_slow_{i}").nodes if n.name.startswith(name)]
+            [spec] = [a for a in node.args if isinstance(a, str)]
+            assert SelectorSpec.from_text(spec).k_head == k
+    assert of_site(Config.from_options(OPTIONS), sites[0], 0, 2) == Config.from_options(OPTIONS)
 
 
 def test_two_sites_share_the_predicate_and_a_rejected_one_stays() -> None:

@@ -17,7 +17,19 @@ from sfi_compile.kernels import lowering
 from sfi_compile.passes import lower
 from sfi_compile.passes.base import Builder, VerificationError, Work
 from sfi_compile.passes.lower import Lower
-from tests.passes.toys import SDPA, compiled, minimal, operands, record, same_text, state, tensor, text, written
+from tests.passes.toys import (
+    SDPA,
+    Recorded,
+    compiled,
+    minimal,
+    operands,
+    record,
+    same_text,
+    state,
+    tensor,
+    text,
+    written,
+)
 
 
 def half_masked(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor, mask: Tensor) -> Tensor:
@@ -80,14 +92,17 @@ def two_sites(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, c: Tensor, 
     return SDPA(out, c, d, attn_mask=mask)
 
 
+def two_alike(batch: int) -> Recorded:
+    q, k, v, keys, values, pos = operands(batch=batch, query_heads=4, kv_heads=4)
+    return record(two_sites, q, k, v, keys, values, keys.clone(), values.clone(), pos)
+
+
 @pytest.mark.parametrize("share", [2.0, 0.0])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_sites_that_are_alike_make_their_memories_at_once(batch: int, share: float, monkeypatch: Any) -> None:
     """As far as the scratch memory that it takes allows."""
     monkeypatch.setattr(lower, "SCRATCH", share)
-    q, k, v, keys, values, pos = operands(batch=batch, query_heads=4, kv_heads=4)
-    recorded = record(two_sites, q, k, v, keys, values, keys.clone(), values.clone(), pos)
-    slow, _ = Lower(kernels=True).apply(compiled(recorded.module, "verify")).variants
+    slow, _ = Lower(kernels=True).apply(compiled(two_alike(batch).module, "verify")).variants
     nodes = list(slow.graph.nodes)
     made = [n for n in nodes if n.target is torch.ops.sfi.refresh_rows.default]
     dense = [n for n in nodes if n.target is torch.ops.sfi.dense_decode.default]
@@ -156,10 +171,29 @@ def test_a_computed_fill_has_no_kernel(monkeypatch: pytest.MonkeyPatch, caplog: 
     assert "kernel-fill" in without_kernels(compiled(record(two_fills, *inputs(1)).module, "verify"), caplog)
 
 
-def test_only_one_policy_has_kernels(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("policy", ["random(seed=3)", "h2o", "pyramidkv(queries=1)"])
+def test_only_one_policy_has_kernels(
+    policy: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where sites have budgets of their own."""
     monkeypatch.setattr(lowering, "supports", lambda *_: None)
-    work = compiled(record(half_masked, *inputs(1)).module, "verify", policy="random(seed=3)")
-    assert "kernel-policy: policy 'random(seed=3)'" in without_kernels(work, caplog)
+    work = compiled(two_alike(1).module, "verify", policy=policy)
+    assert f"kernel-policy: policy {policy!r}" in without_kernels(work, caplog)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_sites_with_budgets_of_their_own_make_their_memories_apart(batch: int, monkeypatch: Any) -> None:
+    monkeypatch.setattr(lower, "SCRATCH", 2.0)
+    work = compiled(two_alike(batch).module, "verify", policy="pyramidkv(queries=1)", k_head=3)
+    slow, fast = Lower(kernels=True).apply(work).variants
+    made = [n.args for n in slow.graph.nodes if n.target is torch.ops.sfi.refresh_rows.default]
+    assert [ops.slow.parse_spec(args[13]).k_head for args in made] == [5, 1]
+    for args, slots in zip(made, (10, 6), strict=True):
+        [held], [mem_k], [mem_v] = args[5:8]
+        assert {int(example(n).shape[-1]) for n in (held, args[8])} == {slots}
+        assert {int(example(n).shape[2]) for n in (mem_k, mem_v)} == {slots}
+    attended = [n.args for n in fast.graph.nodes if n.target is torch.ops.sfi.memory_attention.default]
+    assert [int(example(args[1]).shape[2]) for args in attended] == [10, 6]
 
 
 def test_earlier_queries_have_no_kernel(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -183,7 +217,7 @@ def without_kernels(work: Work, caplog: pytest.LogCaptureFixture) -> str:
     on_gpu = [dataclasses.replace(s, device=torch.device("cuda")) for s in work.state]
     with caplog.at_level(logging.WARNING, "sfi_compile"):
         slow, fast = Lower().apply(dataclasses.replace(work, state=tuple(on_gpu))).variants
-    assert operators(slow.graph) == {"frame", "dense_attention", "select", "pack"}
+    assert operators(slow.graph) - {"accumulate"} == {"frame", "dense_attention", "select", "pack"}
     assert operators(fast.graph) == set()
     [line] = [r.getMessage() for r in caplog.records if r.name.startswith("sfi")]
     return line

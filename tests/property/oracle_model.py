@@ -1,15 +1,17 @@
 """The tiny decoder and the slow-fast step once more, in float64, one row and one token at a time, from the words alone.
 
-Its selector is the oracle's (`kernels/reference.py`), which no optimised kernel uses.
+Its selector is the oracle's (`kernels/reference.py`), which no optimised kernel uses; other policies are restated here.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from sfi_compile import policies
 from sfi_compile.config import Config
 from sfi_compile.kernels import reference
 from tests.property.tiny_decoder import BOUNDARIES, SIZE, TinyDecoder
@@ -58,6 +60,21 @@ class Memory:
         """sink, selected, and the recent segment up to `position`."""
         tail = list(range(self.refreshed_at + 1, position + 1))
         return [[[*held, *tail] for held in layer] for layer in self.supports]
+
+
+@dataclasses.dataclass
+class Past:
+    """What the slow steps of a row's sequence have attended to."""
+
+    next_position: int
+    row: Row
+    """The sequence up to `next_position`."""
+    total: Tensor
+    """[layers, Hkv, SIZE]."""
+
+    def goes_on(self, row: Row, position: int) -> bool:
+        """Whether this is the same sequence."""
+        return position == self.next_position and row.same(self.row, position)
 
 
 def must_be_slow(memory: Memory | None, row: Row, position: int, tokens: list[int], config: Config) -> str | None:
@@ -111,22 +128,41 @@ class Oracle:
             x = x + w[f"layers.{i}.down.weight"] @ torch.tanh(w[f"layers.{i}.up.weight"] @ self._rms(x))
         return w["head.weight"] @ self._rms(x), queries
 
-    def refresh(self, row: Row, position: int, queries: list[Tensor], found: Supports) -> Supports:
+    def logits(self, row: Row, position: int, queries: list[Tensor]) -> list[Tensor]:
+        """Of a step whose last token is at `position`: [Hkv, rows, SIZE] by layer; `queries` [Hq, Q, D] likewise."""
+        count = queries[0].shape[1]
+        mask = torch.cat([self.mask(row, t) for t in range(position - count + 1, position + 1)], 1)
+        form = (mask, self.variant.dim**-0.5, self.variant.softcap or None)
+        return [reference.logits(q, row.keys[i], *form) for i, q in enumerate(queries)]
+
+    def attended(self, row: Row, position: int, queries: list[Tensor]) -> Tensor:
+        """What such a step attends to, summed over its query heads of a KV head and its tokens: [layers, Hkv, SIZE]."""
+        total = torch.zeros_like(row.keys[..., 0])
+        for i, layer in enumerate(self.logits(row, position, queries)):
+            for h, of_head in enumerate(layer):
+                for one in of_head:
+                    if (one > -torch.inf).any():
+                        total[i, h] += one.softmax(-1)
+                    elif (layer > -torch.inf).any():  # padding beside a token: it prefers none
+                        total[i, h, : position + 1] += 1.0 / (position + 1)
+        return total
+
+    def refresh(
+        self, row: Row, position: int, queries: list[Tensor], found: Supports, history: Tensor | None
+    ) -> Supports:
         """The supports after a slow step whose last token is at `position`; `queries` [Hq, Q, D] of every layer.
 
         `found`, the product's, wins where it differs by near ties alone; AssertionError where it differs by more.
         """
         spec, allowed = self.config.selector(), self.allowed(row, position)
-        count = queries[0].shape[1]
-        mask = torch.cat([self.mask(row, t) for t in range(position - count + 1, position + 1)], 1)
         cand = reference.candidates(allowed, position, spec.sink, spec.recent)
         supports = []
-        for i, q in enumerate(queries):
-            logits = reference.logits(q, row.keys[i], mask, self.variant.dim**-0.5, self.variant.softcap or None)
-            selected = reference.select(logits, row.keys[i], allowed, position, spec)
+        for i, logits in enumerate(self.logits(row, position, queries)):
+            scores = self._scores(logits, row.keys[i], allowed, cand, None if history is None else history[i])
+            k = self.variant.budgets[i] if self.variant.budgets else spec.k_head
+            selected = [reference.best(of_head, cand, k) for of_head in scores]
             expected = reference.support(allowed, position, selected, spec)
             if found[i] != expected:
-                scores = reference.score(logits, row.keys[i], allowed, cand, spec)
                 for h, held in enumerate(found[i]):
                     assert len(held) == len(set(held)) == len(expected[h]), (i, h, held, expected[h])
                     last = float(scores[h, selected[h]].min()) if selected[h] else 0.0
@@ -135,6 +171,22 @@ class Oracle:
                         assert near, f"layer {i}, head {h}: {held} instead of {expected[h]}"
             supports.append(found[i])
         return supports
+
+    def _scores(
+        self, logits: Tensor, keys: Tensor, allowed: Tensor, cand: Tensor, history: Tensor | None
+    ) -> Sequence[Tensor]:
+        """Of each KV head, [SIZE], by the variant's policy; in logs."""
+        policy = policies.parse(self.config.policy)
+        if policy.name == "sfi":
+            return list(reference.score(logits, keys, allowed, cand, self.config.selector()))
+        if history is not None:
+            return list(history.log())
+        mean = logits.softmax(-1).mean(1)
+        if isinstance(policy, policies.SnapKV):
+            reach = policy.pool // 2
+            wide = [[float(of_head[max(t - reach, 0) : t + reach + 1].max()) for t in range(SIZE)] for of_head in mean]
+            mean = torch.tensor(wide, dtype=torch.float64)
+        return list(mean.log())
 
     def allowed(self, row: Row, position: int) -> Tensor:
         slots = torch.arange(SIZE)

@@ -28,8 +28,10 @@ from tests.property.tiny_decoder import (
     CAPPED,
     EINSUM,
     FULL,
+    H2O,
     MANY_HEADS,
     ONE_LAYER,
+    PYRAMID,
     SINKS,
     SIZE,
     SMALL,
@@ -41,7 +43,7 @@ from tests.property.tiny_decoder import (
 from tests.property.world import Session, World
 
 THOROUGH = settings().max_examples > 100
-MACHINES = tuple(VARIANTS.values()) if THOROUGH else (SMALL, MANY_HEADS, FULL, ONE_LAYER, CAPPED, EINSUM)
+MACHINES = tuple(VARIANTS.values()) if THOROUGH else (SMALL, MANY_HEADS, FULL, ONE_LAYER, CAPPED, EINSUM, H2O, PYRAMID)
 BATCHES = (1, 2)
 MOST_SESSIONS = 3
 tokens = st.integers(0, VOCAB - 1)
@@ -272,10 +274,12 @@ ACTS: dict[str, Act] = {
 }
 
 
+@pytest.mark.parametrize("variant", [SMALL, H2O], ids=["sfi", "h2o"])
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("act", ACTS.values(), ids=ACTS.keys())
-def test_no_memory_of_another_text(act: Act, inference: bool) -> None:
-    world = World(SMALL)
+def test_no_memory_of_another_text(act: Act, inference: bool, variant: Variant) -> None:
+    """Nor a history of it."""
+    world = World(variant)
     session = world.new([0, 1], inference)
     world.feed(session, [[3, 4, 5, 6, 7, 8, 9, 10, 3, 5], [10, 9, 7, 5, 3, 4, 4, 8, 6, 5]])
     for i in range(3):

@@ -16,6 +16,8 @@ import sfi_compile
 from tests.property.tiny_decoder import (
     ALWAYS_SLOW,
     FULL,
+    FULL_H2O,
+    FULL_PYRAMID,
     NOT_STRICT,
     SIZE,
     SMALL,
@@ -100,11 +102,12 @@ def test_a_slow_step_is_as_exact_as_the_decoders_own(story: Story) -> None:
         assert (out - exact).abs().max() <= 2 * (own - exact).abs().max() + floor
 
 
+@pytest.mark.parametrize("variant", [FULL, FULL_H2O, FULL_PYRAMID], ids=["sfi", "h2o", "pyramidkv"])
 @fewer
 @given(stories(batches=(2,)))
-def test_a_full_budget_is_dense(story: Story) -> None:
+def test_a_full_budget_is_dense(variant: Variant, story: Story) -> None:
     seed, starts, prompt, fed = story
-    world = World(FULL, seed)
+    world = World(variant, seed)
     session = begin(world, starts, prompt)
     for step in zip(*fed, strict=True):
         own = eager(world, session, list(step))

@@ -42,6 +42,9 @@ class Variant:
     softcap: float = 0.0
     sinks: bool = False
     alibi: bool = False
+    policy: str = "sfi"
+    budgets: tuple[int, ...] = ()
+    """Tokens chosen in each layer, where they are not `k_head` in all."""
     k_head: int = 4
     sink: int = 1
     recent: int = 3
@@ -76,6 +79,10 @@ ALIBI_MASK = Variant(form="sdpa", write="setitem", alibi=True, rotary=False, gro
 EINSUM = Variant(form="einsum", write="scatter", sinks=True, softcap=2.0, alibi=True, kv_heads=3, k_head=3)
 DEEP = Variant(layers=3, group=1, refresh_interval=7, sentence_cooldown=4)
 ALWAYS_SLOW = Variant(refresh_interval=1, group=5)
+H2O = Variant(policy="h2o(decay=0.75)", min_context=8, layers=3)
+FULL_H2O = dataclasses.replace(FULL, policy="h2o")
+PYRAMID = Variant(policy="pyramidkv(queries=1,pool=3,beta=3.0)", layers=3, budgets=(7, 4, 1))
+FULL_PYRAMID = dataclasses.replace(FULL, policy="pyramidkv")
 VARIANTS = {
     "small": SMALL,
     "many heads": MANY_HEADS,
@@ -88,6 +95,8 @@ VARIANTS = {
     "alibi in the mask": ALIBI_MASK,
     "all of them": EINSUM,
     "always slow": ALWAYS_SLOW,
+    "history": H2O,
+    "budgets by layer": PYRAMID,
 }
 
 

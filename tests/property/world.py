@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 import sfi_compile
+from sfi_compile import policies
 from sfi_compile.passes.base import MOST_QUERIES
 from sfi_compile.runtime import DecodeRunner
-from tests.property.oracle_model import Memory, Oracle, Row, Supports, must_be_slow
+from tests.property.oracle_model import Memory, Oracle, Past, Row, Supports, must_be_slow
 from tests.property.tiny_decoder import SIZE, Recorder, Variant, compiled
 
 TOLERANCE = 2e-4
@@ -48,7 +49,9 @@ class World:
         self.model.seed(seed)
         self.oracle = Oracle(self.model)
         self.config = variant.config
+        self.policy = policies.parse(self.config.policy)
         self.memories: dict[int, list[Memory | None]] = {}
+        self.pasts: dict[int, list[Past | None]] = {}
         self.served: dict[int, object] = {}
         self.fast_rows = self.slow_rows = 0
         sfi_compile.reset()
@@ -122,6 +125,7 @@ class World:
         """`sfi_compile.reset()`."""
         sfi_compile.reset()
         self.memories.clear()
+        self.pasts.clear()
         self.served.clear()
 
     # A decode step
@@ -158,7 +162,8 @@ class World:
             # A step that may be slow for another reason counts as the product says.
             counted = uninterrupted or runner.rows[b].quiet_until > last
             at_boundary = why == "boundary" and counted
-            memories[b] = self._row_step(runner, session, b, text, logits[b], is_slow, at_boundary, memories[b])
+            total = self._total(runner, session, b, uninterrupted)
+            memories[b] = self._row_step(runner, session, b, text, logits[b], is_slow, at_boundary, memories[b], total)
         after = sfi_compile.stats()
         assert after.slow_steps - before.slow_steps == (slow > 0)
         assert after.fast_steps - before.fast_steps == (slow == 0)
@@ -179,6 +184,7 @@ class World:
         slow: bool,
         at_boundary: bool,
         memory: Memory | None,
+        total: Tensor | None,
     ) -> Memory | None:
         row, first = session.rows[b], session.length
         last = first + len(tokens) - 1
@@ -197,15 +203,36 @@ class World:
             queries.append(step_queries)
             if at >= row.start or blind:
                 self._compare(out[i], expected, f"row {b} at {at}, {'slow' if slow else 'fast'}")
+        by_layer = [torch.cat(layer, 1) for layer in zip(*queries, strict=True)]
+        if total is not None and isinstance(self.policy, policies.H2O):
+            if slow:
+                total = self.policy.decay * total + self.oracle.attended(row, last, by_layer)
+            self.pasts[id(runner)][b] = Past(last + 1, row.copy(), total)
+            history = torch.stack([runner.state[f"sfi_history_{i}"][b] for i in range(runner.sites)])
+            self._compare(history, total, f"history of row {b} at {last}")
         if not slow:
             return dataclasses.replace(memory, next_position=last + 1, row=row.copy())  # type: ignore[type-var]
         long_enough = last + 1 - row.start >= max(self.config.min_context or 0, 1) and (blind or first >= row.start)
         assert runner.rows[b].valid == long_enough
         if not long_enough:
             return None
-        by_layer = [torch.cat(layer, 1) for layer in zip(*queries, strict=True)]
-        supports = self.oracle.refresh(row, last, by_layer, found)
+        supports = self.oracle.refresh(row, last, by_layer, found, total)
         return Memory(last, at_boundary, supports, last + 1, row.copy())
+
+    def _total(self, runner: DecodeRunner, session: Session, b: int, uninterrupted: bool) -> Tensor | None:
+        """What the history of a row is before a step: zeros where its sequence begins, None where none is kept.
+
+        It must begin anew with another sequence, and may where something happened to the cache.
+        """
+        if not self.policy.keeps_history:
+            return None
+        row, first = session.rows[b], session.length
+        past = self.pasts.setdefault(id(runner), [None] * session.batch)[b]
+        goes_on = past is not None and past.goes_on(row, first)
+        begins = runner.rows[b].started_at == first
+        assert begins or goes_on, f"row {b} at {first} has the history of another sequence"
+        assert not (begins and goes_on and uninterrupted), f"row {b} has lost its history at {first}"
+        return past.total if past is not None and not begins else torch.zeros_like(row.keys[..., 0])
 
     @staticmethod
     def _held(runner: DecodeRunner, b: int) -> Supports:
