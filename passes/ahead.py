@@ -47,3 +47,7 @@ def calls(work: Work) -> list[tuple[torch.device, Callable[[], None]]]:
             where = values[0].device
             found.setdefault(f"{node.target} {where} {kind}", (where, functools.partial(body, *args)))
     return list(found.values())
+
+
+def _kind(x: Any) -> Any:
+    return (x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x

@@ -145,7 +145,7 @@ def _on_device(graph: fx.Graph, tracer: Tracer) -> None:
                 number = None if fill is None else constant_of(fill)
                 form = (*arguments[9:11], *_DEFAULTS[len(arguments[9:11]) :], number)
                 out, *found = _parts(graph, 4, _SFI.dense_decode.default, *attended, scale, *form)
-                unsettled[found[0]] = _Unsettled(found[1], *attended[4:], status)
+                unsettled[found[0]] = _Unsettled(found[1], attended[4], attended[5], status)
                 # Once for all layers of one mask: again, it changes nothing.
                 if (found_in := (_part(attended[5]), context)) not in settled:
                     tracer.inline(graph, device.settle_context, (*attended[4:], context))

@@ -1,4 +1,4 @@
-"""What the host tells the device before a slow step: which rows are slow, and what they start from. Imports torch only."""
+"""What the host tells the device before a slow step: which rows are slow, what they start from. Imports torch only."""
 
 from __future__ import annotations
 

@@ -265,3 +265,30 @@ def test_caches_by_turns_and_a_new_one() -> None:
             other.step()
     assert again.kinds[0] == again.kinds[7] == other.kinds[0] == "slow"
     torch.testing.assert_close(torch.stack(got)[:7], wanted[:7])
+
+
+def test_a_slow_step_compiles_no_kernel() -> None:
+    """What operators launch by themselves was compiled beside the graphs, as its first launch wants it."""
+    from sfi_compile.kernels import triton_addresses, triton_pack, triton_scores, triton_top_k
+    from sfi_compile.runtime import DecodeRunner
+
+    modules = (triton_addresses, triton_pack, triton_scores, triton_top_k)
+    kernels = [x for module in modules for x in vars(module).values() if hasattr(x, "device_caches")]
+    counts: list[int] = []
+
+    def compiled_kernels() -> int:
+        return sum(len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels)
+
+    def made(runner: DecodeRunner, *args: Any) -> None:
+        counts.append(compiled_kernels())
+        initialise(runner, *args)
+
+    initialise = DecodeRunner.__init__
+    before = compiled_kernels()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DecodeRunner, "__init__", made)
+        session = Session(decoder(heads=(15, 5)), 3, SMALL)
+        for _ in range(4):
+            session.step()
+    assert session.kinds[0] == "slow"
+    assert before < counts[0] == compiled_kernels()
