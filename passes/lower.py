@@ -24,7 +24,7 @@ from sfi_compile.compat.dynamo import example, fake_mode_of, module_path
 from sfi_compile.kernels import lowering
 from sfi_compile.ops import device
 from sfi_compile.ops.slow import parse_spec
-from sfi_compile.passes import counters, linears
+from sfi_compile.passes import counters, linears, shared_values
 from sfi_compile.passes.base import Pass, VerificationError, Work
 from sfi_compile.passes.dataflow import DataFlow
 from sfi_compile.passes.shapes import constant_of
@@ -72,6 +72,7 @@ class Lower(Pass):
                 _on_device(module.graph, tracer)
                 linears.combine(module.graph)
                 counters.combine(module.graph)
+                shared_values.keep(module.graph)
             for node in [n for n in module.graph.nodes if n.target in bodies]:
                 if node.kwargs:
                     raise VerificationError(f"{node.format_node()}: positional arguments only")
