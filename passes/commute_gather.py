@@ -3,7 +3,8 @@
 op(x) at some positions = op(x at those positions), for every op that is pointwise along the sequence axis, so the fast
 branch can compute the mask at the memory's positions, and keys and values at the step's own, without the rest; the
 context-sized values above them die. What this step writes into a cache is, at the step's own positions, what the cache
-holds there: the fast branch does not read the cache at all.
+holds there: the fast branch does not read the cache at all. The slow branch computes the mask of its attention over the
+memory, for rows that are not slow, in the same way: a look-up in the context's mask would be a launch of its own.
 """
 
 from __future__ import annotations
@@ -25,16 +26,18 @@ from sfi_compile.site import CacheWrite
 _COND = torch.ops.higher_order.cond
 _GATHER = torch.ops.sfi.gather.default
 _TAKE = torch.ops.aten.index_select.default
+_ATTEND = torch.ops.sfi.memory_attention.default
 
 
 @dataclasses.dataclass(frozen=True)
 class CommuteGather(Pass):
-    """Rewrites the fast branches of a private copy; a gather that already reads an input stays as it is."""
+    """Rewrites the branches of a private copy; a gather that already reads an input stays as it is."""
 
     name: ClassVar[str] = "commute_gather"
 
     def apply(self, work: Work) -> Work:
-        """The guarded graph whose fast branches read inputs, written values, and values without a sequence axis."""
+        """The guarded graph whose fast branches, and whose masks at the memory's positions, read inputs, written values,
+        and values without a sequence axis."""
         module = copy_graph_module(work.graph)
         match = transfer(work.matched, work.graph.graph, module.graph)
         writes = {write.root: write for site in match.sites for write in site.writes}
@@ -59,42 +62,48 @@ class Commuter:
         for branch in arguments[1:3]:
             self.modules[branch.target] = copy_graph_module(getattr(module, branch.target))
             setattr(module, branch.target, self.modules[branch.target])
-        self.slow, self.fast = (m.graph for m in self.modules.values())
-        self.inputs: list[fx.Node] = [n for n in self.fast.nodes if n.op == "placeholder"]
-        self.builder = Builder(self.fast)
+        slow, fast = (m.graph for m in self.modules.values())
+        self.inputs = {graph: [n for n in graph.nodes if n.op == "placeholder"] for graph in (slow, fast)}
+        self.slow, self.fast = slow, fast
+        self.graph, self.builder = fast, Builder(fast)
+        """The branch that is being edited."""
         self.taken: dict[tuple[fx.Node, int], fx.Node] = {}
 
     def commute(self) -> None:
-        """Push every gather of the fast branch as far up as it goes."""
-        for node in [n for n in self.fast.nodes if n.target in (_GATHER, _TAKE)]:
-            arguments: tuple[Any, ...] = node.args
-            parent = self.operands[self.inputs.index(arguments[0])]
-            with self.fast.inserting_before(node):
-                if node.target is _TAKE:
-                    node.replace_all_uses_with(self._taken(parent, *arguments[1:]))
-                else:
-                    node.replace_all_uses_with(self._pushed(parent, arguments[2], arguments[1]))
-            self.fast.erase_node(node)
-        remove_dead(self.fast)
+        """Push every gather of the fast branch as far up as it goes, and the slow branch's for its memory."""
+        self._edit([n for n in self.fast.nodes if n.target in (_GATHER, _TAKE)])
+        self.graph, self.builder = self.slow, Builder(self.slow)
+        self._edit([n for n in self.slow.nodes if n.target is _GATHER and any(u.target is _ATTEND for u in n.users)])
         self.cond.args = (*self.cond.args[:3], tuple(self.operands))
         for branch in self.modules.values():
             branch.graph.lint()
             branch.recompile()
 
+    def _edit(self, gathers: list[fx.Node]) -> None:
+        for node in gathers:
+            arguments: tuple[Any, ...] = node.args
+            parent = self.operands[self.inputs[self.graph].index(arguments[0])]
+            with self.graph.inserting_before(node):
+                if node.target is _TAKE:
+                    node.replace_all_uses_with(self._taken(parent, *arguments[1:]))
+                else:
+                    node.replace_all_uses_with(self._pushed(parent, arguments[2], arguments[1]))
+            self.graph.erase_node(node)
+        remove_dead(self.graph)
+
     def _operand(self, parent: fx.Node) -> fx.Node:
-        """The fast branch's input for a node of the parent graph; added to both branches if it is new."""
+        """The branch's input for a node of the parent graph; added to both branches if it is new."""
         if parent in self.operands:
-            return self.inputs[self.operands.index(parent)]
+            return self.inputs[self.graph][self.operands.index(parent)]
         if parent.graph is not self.module.graph:
             raise VerificationError(f"{parent.name} is not a node of the guarded graph")
         self.operands.append(parent)
-        for graph in (self.slow, self.fast):
-            last = [n for n in graph.nodes if n.op == "placeholder"][-1]
-            with graph.inserting_after(last):
+        for graph, inputs in self.inputs.items():
+            with graph.inserting_after(inputs[-1]):
                 added: fx.Node = graph.placeholder(f"from_{parent.name}")
             added.meta["example_value"] = example(parent)
-        self.inputs.append(added)
-        return added
+            inputs.append(added)
+        return self.inputs[self.graph][-1]
 
     # The mask, at other positions for every row and head
 

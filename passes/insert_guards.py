@@ -285,6 +285,8 @@ def _slow_branch(b: Builder, n: dict[str, fx.Node], site: Site, work: Work) -> f
         kept["history"] = n[HISTORY]
         told = (n["sfi_position"], n[STARTED], spec)
         b.call(sfi.accumulate.default, logits, rows, status, extent, *told, n[HISTORY])
+    if policies.parse(work.config.policy).reads_values:
+        kept["values"] = n["v"]
     selected = b.call(sfi.select.default, *asked, **kept)
     memory = (n["sfi_held"], n["sfi_mem_k"], n["sfi_mem_v"])
     b.call(sfi.pack.default, n["k"], n["v"], selected, held, rows, status, work.config.sink, *memory)

@@ -15,7 +15,7 @@ from torch import fx
 
 from sfi_compile import diagnostics
 from sfi_compile.compat.dynamo import example, has_symbols, is_last_recompilation, needs_gradients
-from sfi_compile.compat.inductor import compile_graph, mode_patches, tuned
+from sfi_compile.compat.inductor import compile_graph, mode_patches, tuned, without_collector
 from sfi_compile.config import Config, within
 from sfi_compile.cost_model import CostModel, SiteShape
 from sfi_compile.diagnostics import DenseGraph
@@ -70,13 +70,21 @@ def sfi(gm: fx.GraphModule, example_inputs: Sequence[Any], **settings: Any) -> C
     if not work.pays:
         return _left_dense(compile_graph(gm, example_inputs, patches), work.matched.rejections)
 
+    with without_collector():
+        return _compiled(work, gm, example_inputs, patches)
+
+
+def _compiled(
+    work: Work, gm: fx.GraphModule, example_inputs: Sequence[Any], patches: dict[str, Any]
+) -> Callable[..., Any]:
+    """Rewrite an analysed graph and compile both of its variants; or the graph as it is, if it cannot be rewritten."""
     reads = _guard_inputs(work.matched, work.graph)
     try:
         work = pipeline.run(pipeline.REWRITE, work, first_stage=len(pipeline.ANALYSIS))
     except ContextSizedError as error:
         hint = "compute masks from positions, or pass them to the model"
         found = (*work.matched.rejections, Rejection("context-work", "graph", str(error), hint))
-        _report(found, config)
+        _report(found, work.config)
         return _left_dense(compile_graph(gm, example_inputs, patches), found)
     inputs = [*example_inputs, *work.added]
     patches = {**tuned(any(s.device.type == "cuda" for s in work.state)), **patches}

@@ -116,7 +116,7 @@ def test_nothing_is_longer_than_the_cache() -> None:
 
 def test_balanced_is_what_was_measured() -> None:
     config = Config.from_options({"preset": "balanced"})
-    assert (config.policy, config.evidence_window, config.recent) == ("reach", 16, 160)
+    assert (config.policy, config.evidence_window, config.recent) == ("reach", 64, 160)
     assert (config.refresh_interval, config.min_refresh_gap, config.k_head) == (18, 18, 1536)
 
 

@@ -268,6 +268,7 @@ def select(
     position: Tensor | None = None,
     started_at: Tensor | None = None,
     history: Tensor | None = None,
+    values: Tensor | None = None,
 ) -> Tensor:
     """Evidence → selection, for the slow rows that are ready for a memory.
 
@@ -282,9 +283,10 @@ def select(
         scale: factor of the logits of earlier queries.
         softcap: of the same; 0: none.
         queries: [B, Hq, W, Dk], of `sfi::remember`, this step's among them; those of earlier tokens are evidence, too.
-        position: int64 [Q], of this step's tokens; with `queries`.
+        position: int64 [Q], of this step's tokens; None: of a step of one token, without `queries`.
         started_at: int64 [B], where the sequence that the queries are of began; with `queries`.
         history: float32 [B, Hkv, N], of `sfi::accumulate`, this step's attention included.
+        values: [B, Hkv, N, Dv].
 
     Returns:
         int64 [B, Hkv, min(k_head, N)], ascending; -1 for unused slots and in rows that do not refresh.
@@ -294,18 +296,23 @@ def select(
     k = min(parsed.k_head, keys.shape[2])
     out = torch.full((keys.shape[0], keys.shape[1], k), -1, dtype=torch.int64, device=keys.device)
     lengths = extent[:, 1].tolist()
+    # Rows are heads first: queries of a step, then of earlier tokens, follow each other within a head.
+    step = 1 if position is None else position.shape[0]
+    own = torch.arange(step - 1, -1, -1, device=keys.device).repeat(logits.shape[2] // step)
     for b in _refreshing(slow_rows, status):
         # The selector's work grows with what is valid, not with what is allocated.
         n = lengths[b]
         place = log_position[b, :n]
         candidates = place > attention.NEG_INF
-        seen = logits[b, ..., :n]
+        seen, ages = logits[b, ..., :n], own
         if queries is not None and position is not None and started_at is not None:
             first = max(int(position[-1]) - queries.shape[2] + 1, int(started_at[b]))
             earlier = torch.arange(first, int(position[0]), device=keys.device)
             seen = torch.cat([seen, _earlier(queries[b], earlier, keys[b, :, :n], seen, scale, softcap)], 1)
+            ages = torch.cat([own, (position[-1] - earlier).repeat(queries.shape[1] // keys.shape[1])])
         past = None if history is None else history[b, :, :n]
-        evidence = policies.Evidence(seen, keys[b, :, :n], candidates, place, parsed, past)
+        given = None if values is None else values[b, :, :n]
+        evidence = policies.Evidence(seen, keys[b, :, :n], candidates, place, parsed, past, given, ages)
         chosen = selector.top_k(policies.scores_of(policy, evidence), candidates, min(k, n))
         out[b, :, : chosen.shape[-1]] = chosen
     return out

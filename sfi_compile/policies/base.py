@@ -35,6 +35,10 @@ class Evidence:
     history: Tensor | None = None
     """float32 [H, N]: what the slow steps of this sequence have attended to, this one's included, of a policy that
     `keeps_history`."""
+    values: Tensor | None = None
+    """[H, N, Dv] of a policy that `reads_values`; off the candidates they may hold anything, NaN included."""
+    ages: Tensor | None = None
+    """int64 [R]: how many tokens ago each evidence row's query was; 0 for the step's last. None: all are 0."""
 
     @property
     def log_probabilities(self) -> Tensor:
@@ -57,6 +61,8 @@ class Policy:
     """Whether a slow step, too, attends to the memory, to the one that it has just filled, and not to everything."""
     keeps_history: ClassVar[bool] = False
     """Whether sites keep a `history` of attention: 4 bytes for each position and KV head."""
+    reads_values: ClassVar[bool] = False
+    """Whether a refresh looks at the values, too."""
 
     @property
     def window(self) -> int:

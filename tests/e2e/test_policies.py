@@ -76,6 +76,7 @@ def test_a_policy_survives_its_text(given: Any, text: str) -> None:
         ("reach(queries=0)", ("'reach'", "queries is 0", "allowed: a whole number >= 1")),
         ("reach(ahead=-1)", ("ahead is -1", "allowed: a whole number >= 0")),
         ("reach(decay=1.5)", ("decay is 1.5", "allowed: a number >= 0 and <= 1")),
+        ("reach(fading=0.0)", ("fading is 0.0", "allowed: a number > 0 and <= 1")),
         ("h2o(decay=-0.1)", ("'h2o'", "decay is -0.1", "allowed: a number >= 0 and <= 1")),
         ("h2o(decay=2)", ("decay is 2.0", "allowed: a number >= 0 and <= 1")),
         ("h2o(decay='half')", ("decay is 'half'", "allowed: float")),
@@ -326,17 +327,34 @@ def test_snapkv_pools_the_attention_of_its_window(policy: str) -> None:
         assert sorted(pooled[t] for t in found) == pytest.approx(sorted(pooled[t] for t in worth[:7]), rel=1e-5)
 
 
+@pytest.mark.parametrize("fading", [1.0, 0.9])
 @pytest.mark.parametrize(("ahead", "decay"), [(4, 0.8), (0, 0.5), (60, 1.0), (5, 0.0)])
-def test_reach_carries_attention_on(ahead: int, decay: float) -> None:
-    assert Config.from_options({"policy": "reach"}).evidence_window == 16
+def test_reach_carries_on_what_is_taken(ahead: int, decay: float, fading: float) -> None:
+    assert Config.from_options({"policy": "reach"}).evidence_window == 64
+    policy = f"reach(ahead={ahead},decay={decay},fading={fading})"
     for seed in range(5):
-        given = evidence(seed=seed)
-        for h, found in enumerate(chosen(f"reach(ahead={ahead},decay={decay})", given)):
-            mean = given.logits[h].double().softmax(-1).mean(0).tolist()
-            reached = [max(decay**e * mean[t - e] for e in range(min(ahead, t) + 1)) for t in range(len(mean))]
-            # What comes after a peak has the very same score without decay: the lower position then wins.
-            worth = sorted(given.candidates.nonzero().flatten().tolist(), key=lambda t: (-round(reached[t], 9), t))
-            assert found == sorted(worth[:7])
+        generator = torch.Generator().manual_seed(seed)
+        plain = evidence(seed=seed)
+        heads, rows, size = plain.logits.shape
+        ages = torch.randint(0, 9, (rows,), generator=generator)
+        values = torch.randn(heads, size, 3, generator=generator)
+        # What nobody attends to may hold anything, and what is attended to may be zero.
+        unseen = (plain.logits == -torch.inf).all(1)
+        values[unseen] = torch.nan
+        values[:, 5][~unseen[:, 5]] = 0.0
+        weights = fading ** ages.double()
+        for given, norms in (
+            (plain, torch.ones(heads, size)),
+            (dataclasses.replace(plain, values=values, ages=ages), values.nan_to_num(0.0).norm(dim=-1)),
+        ):
+            for h, found in enumerate(chosen(policy, given)):
+                attended = given.logits[h].double().softmax(-1)
+                weighed = attended if given.ages is None else attended * weights[:, None]
+                taken = (weighed.mean(0) * norms[h].double()).tolist()
+                reached = [max(decay**e * taken[t - e] for e in range(min(ahead, t) + 1)) for t in range(size)]
+                # What comes after a peak has the very same score without decay: the lower position then wins.
+                worth = sorted(given.candidates.nonzero().flatten().tolist(), key=lambda t: (-round(reached[t], 9), t))
+                assert found == sorted(worth[:7])
 
 
 def test_streaming_holds_the_first_and_the_last_tokens() -> None:

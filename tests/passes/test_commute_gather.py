@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import re
 from typing import Any
 
 import torch
@@ -174,12 +175,17 @@ def test_a_float_mask_keeps_its_dtype_and_scalars_their_rank() -> None:
     assert ".to(torch.bfloat16)" in text(fast(work)), "arange had this dtype; positions are int64"
 
 
-def test_the_slow_branch_and_the_work_given_stay() -> None:
+def test_the_slow_branch_stays_but_for_its_memorys_mask() -> None:
     before = compiled(record(quantised, *quantised_operands(batch=2, heads=2)).module, "insert_guards")
     with unchanged(before.graph.graph), unchanged(fast(before)), unchanged(branch(before, "sfi_slow_0")):
         after = CommuteGather().apply(before)
     kept, moved = (text(branch(w, "sfi_slow_0")).splitlines() for w in (before, after))
-    assert kept[1:] == moved[1:]
+    look_up = next(i for i, line in enumerate(kept) if line.startswith("gather = "))
+    after_it = len(kept) - look_up - 1
+    assert kept[1:look_up] == moved[1:look_up]
+    assert not any("sfi.gather" in line or "mask" in line for line in moved[look_up:-after_it])
+    rest = [re.sub(r"_\d+\b", "", "\n".join(lines[-after_it:])) for lines in (kept, moved)]
+    assert rest[0].replace(" gather,", " le,") == rest[1]
     assert moved[0].startswith(kept[0][:-1]), "both branches of a cond take the same operands"
     outside, now = (text(w.graph.graph).splitlines() for w in (before, after))
     assert [a for a, b in zip(outside, now, strict=True) if a != b] == [line for line in outside if "cond(" in line]
