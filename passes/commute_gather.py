@@ -36,8 +36,8 @@ class CommuteGather(Pass):
     name: ClassVar[str] = "commute_gather"
 
     def apply(self, work: Work) -> Work:
-        """The guarded graph whose fast branches, and whose masks at the memory's positions, read inputs, written values,
-        and values without a sequence axis."""
+        """The guarded graph whose fast branches read inputs, written values, and values without a sequence axis; and so
+        do the slow branches' masks at the memory's positions."""
         module = copy_graph_module(work.graph)
         match = transfer(work.matched, work.graph.graph, module.graph)
         writes = {write.root: write for site in match.sites for write in site.writes}
@@ -63,7 +63,9 @@ class Commuter:
             self.modules[branch.target] = copy_graph_module(getattr(module, branch.target))
             setattr(module, branch.target, self.modules[branch.target])
         slow, fast = (m.graph for m in self.modules.values())
-        self.inputs = {graph: [n for n in graph.nodes if n.op == "placeholder"] for graph in (slow, fast)}
+        self.inputs: dict[fx.Graph, list[fx.Node]] = {
+            graph: [n for n in graph.nodes if n.op == "placeholder"] for graph in (slow, fast)
+        }
         self.slow, self.fast = slow, fast
         self.graph, self.builder = fast, Builder(fast)
         """The branch that is being edited."""

@@ -20,10 +20,10 @@ SMALLEST = 1e-30
 class Reach(Policy):
     """What the last `queries` tokens take from a position, f, carried on to the `ahead` positions after it.
 
-    f is their mean attention times the norm of the position's value, a query counting `fading` times as much as the one
-    after it; of all queries that are asked, if those are more. The score of position t is the largest of
-    `decay^e f(t - e)` for e from 0 to `ahead`. Where steps to come go on with a passage that is attended to now, they
-    find it in the memory; so `ahead` is about as long as a memory lasts.
+    f is the largest attention of any of them times the norm of the position's value, a query counting `fading` times as
+    much as the one after it; of all queries that are asked, if those are more. The score of position t is the largest
+    of `decay^e f(t - e)` for e from 0 to `ahead`. Where steps to come go on with a passage that is attended to now,
+    they find it in the memory; so `ahead` is about as long as a memory lasts.
     """
 
     name: ClassVar[str] = "reach"
@@ -53,7 +53,7 @@ class Reach(Policy):
         each = evidence.log_probabilities
         if evidence.ages is not None:
             each = each + (evidence.ages * math.log(self.fading))[:, None]
-        taken = each.logsumexp(1)
+        taken = each.amax(1)
         if evidence.values is not None:
             norm = torch.linalg.vector_norm(evidence.values.float(), dim=-1).clamp_min(SMALLEST)
             # What no query may attend to can hold anything.

@@ -350,7 +350,7 @@ def test_reach_carries_on_what_is_taken(ahead: int, decay: float, fading: float)
             for h, found in enumerate(chosen(policy, given)):
                 attended = given.logits[h].double().softmax(-1)
                 weighed = attended if given.ages is None else attended * weights[:, None]
-                taken = (weighed.mean(0) * norms[h].double()).tolist()
+                taken = (weighed.amax(0) * norms[h].double()).tolist()
                 reached = [max(decay**e * taken[t - e] for e in range(min(ahead, t) + 1)) for t in range(size)]
                 # What comes after a peak has the very same score without decay: the lower position then wins.
                 worth = sorted(given.candidates.nonzero().flatten().tolist(), key=lambda t: (-round(reached[t], 9), t))
