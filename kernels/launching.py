@@ -6,6 +6,7 @@ Imports torch; triton comes with the kernels.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+log = logging.getLogger("sfi_compile")
 _state = threading.local()
 
 
@@ -44,7 +46,7 @@ def described(x: torch.Tensor) -> torch.Tensor:
 @contextlib.contextmanager
 def ahead(calls: list[tuple[torch.device, Callable[[], None]]]) -> Iterator[None]:
     """Meanwhile, another thread compiles the kernels that some calls would launch, each on its device; at the end it is
-    waited for, and what a call raised is raised."""
+    waited for. What goes wrong there is logged: the first launch will compile, or raise, by itself."""
     if not calls:
         yield
         return
@@ -58,4 +60,6 @@ def ahead(calls: list[tuple[torch.device, Callable[[], None]]]) -> Iterator[None
     with ThreadPoolExecutor(1) as pool:
         done: Future[None] = pool.submit(work)
         yield
-    done.result()
+    error = done.exception()
+    if error is not None:
+        log.warning("sfi: kernels are compiled at their first launch, not ahead of it: %s", error)

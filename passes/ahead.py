@@ -20,6 +20,7 @@ from sfi_compile.kernels import launching
 from sfi_compile.ops import device
 from sfi_compile.passes.base import Work
 
+DEVICE = "cuda"
 _LAUNCHING: dict[Any, Callable[..., None]] = {
     torch.ops.sfi.refresh_rows.default: device.refresh_rows,
     torch.ops.sfi.append_rows.default: device.append_rows,
@@ -27,7 +28,7 @@ _LAUNCHING: dict[Any, Callable[..., None]] = {
 
 
 def kernels_compiled(work: Work) -> AbstractContextManager[None]:
-    """Inside, another thread compiles those kernels; what they raise is raised at the end."""
+    """Inside, another thread compiles those kernels."""
     return launching.ahead(calls(work))
 
 
@@ -38,12 +39,10 @@ def calls(work: Work) -> list[tuple[torch.device, Callable[[], None]]]:
         for node in module.graph.nodes:
             body = _LAUNCHING.get(node.target)
             values = [example(n) for n in node.all_input_nodes]
-            if body is None or not all(isinstance(v, FakeTensor) and v.device.type == "cuda" for v in values):
+            if body is None or not all(isinstance(v, FakeTensor) and v.device.type == DEVICE for v in values):
                 continue
             args: tuple[Any, ...] = fx.map_arg(node.args, lambda n: launching.described(example(n)))
-            kind = str(
-                fx.node.map_aggregate(args, lambda x: (x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x)
-            )
+            kind = str(fx.node.map_aggregate(args, _kind))
             where = values[0].device
             found.setdefault(f"{node.target} {where} {kind}", (where, functools.partial(body, *args)))
     return list(found.values())

@@ -280,7 +280,7 @@ def _slow_branch(b: Builder, n: dict[str, fx.Node], site: Site, work: Work) -> f
     if QUERIES in n:
         b.call(sfi.remember.default, n["q"], n["sfi_position"], n[QUERIES])
         asked += (site.scale, site.softcap, n[QUERIES], n["sfi_position"], n[STARTED])
-    kept = {}
+    kept = {"position": n["sfi_position"]} if site.query_len > 1 and QUERIES not in n else {}
     if HISTORY in n:
         kept["history"] = n[HISTORY]
         told = (n["sfi_position"], n[STARTED], spec)

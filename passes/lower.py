@@ -163,7 +163,7 @@ def _on_device(graph: fx.Graph, tracer: Tracer) -> None:
             _settle(graph, tracer, found_by)
         _refresh(graph, several, by_products)
     for alike in _grouped(unsettled.values()):
-        with graph.inserting_after(alike[-1].lse):
+        with graph.inserting_before(alike[-1].lse.next):
             _settle(graph, tracer, alike)
 
 

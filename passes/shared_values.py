@@ -6,6 +6,8 @@ with dozens of layers, that is a tenth of the compilation. Imports compat, `data
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
@@ -13,6 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from sfi_compile.compat.dynamo import example
 from sfi_compile.passes.base import Builder
 from sfi_compile.passes.dataflow import DataFlow
+from sfi_compile.passes.products import PRODUCTS
+from sfi_compile.passes.shapes import name_of
 
 MANY = 8
 """Readers from which a value is kept."""
@@ -37,8 +41,11 @@ def keep(graph: fx.Graph, device_type: str = "cuda") -> None:
 def _is_shared(node: fx.Node, flow: DataFlow, device_type: str) -> bool:
     value = example(node)
     computed = node.op in ("call_function", "call_method") and isinstance(value, FakeTensor)
+    # Those are tensors anyhow.
+    computed = computed and node.target is not operator.getitem and name_of(node) not in PRODUCTS | {"linear"}
     if not computed or len(node.users) < MANY or value.device.type != device_type:
         return False
     small = value.dtype.is_floating_point and value.numel() <= LARGEST
-    # What is written into, or is part of an input, is no mere expression.
-    return small and not flow.writes(node) and flow.origin(node).op != "placeholder"
+    # What is written into, or is part of an input, is no mere expression; what is returned may share memory with more.
+    returned = any(user.op == "output" for user in node.users)
+    return small and not returned and not flow.writes(node) and flow.origin(node).op != "placeholder"

@@ -1,4 +1,4 @@
-"""What the host tells the device before a slow step: which rows are slow, what they start from. Imports torch only."""
+"""What the host tells the device before a slow step: which rows are slow, what they start from. Imports `capture`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+
+from sfi_compile.capture import captured
 
 
 class Announcement:
@@ -36,10 +38,8 @@ class Announcement:
         for name, host in self.host.items():
             host.copy_(torch.tensor(values[name]))
         self.times += 1
-        if self.device is not None and self.times == 2:
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.device(self.device), torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-                self._write()
+        if self.device is not None and self.graph is None and self.times > 1:
+            self.graph = captured(self.device, self._write)
         if self.graph is None:
             self._write()
         else:

@@ -121,6 +121,8 @@ class Config:
     """Raise `RejectedSitesError` if any attention site of a decode graph must stay dense."""
     mode: str | None = None
     """Inductor mode, for use together with other options (`torch.compile` takes `mode=` or `options=`, not both)."""
+    combo_kernels: bool = True
+    """On a GPU, let Inductor make one kernel of several that do not depend on each other (its own default: no)."""
     dump: str | None = None
     """Folder to write the graph after each pass into; a graph that is compiled later overwrites an earlier one."""
     alpha: float = 0.5
@@ -316,6 +318,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "min_context": _optional(_whole(0)),
     "strict": _flag,
     "mode": _optional(_mode),
+    "combo_kernels": _flag,
     "dump": _optional(_folder),
     "alpha": _real(0.0, 1.0),
     "norm_weight": _real(0.0),

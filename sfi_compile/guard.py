@@ -1,7 +1,7 @@
 """What the guard of a decode step asks of the device, and its one read a step.
 
 The runtime decides on plain numbers; this room says where they come from. On a GPU the questions are one captured graph
-and one small copy to the host: nothing else of a step waits for the device. Imports torch only.
+and one small copy to the host: nothing else of a step waits for the device. Imports `capture`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from sfi_compile.capture import captured
 
 log = logging.getLogger("sfi_compile")
 
@@ -251,11 +253,12 @@ class _Captured:
     """
 
     def __init__(self, device: torch.device, compute: Callable[[], list[Tensor]], host: Tensor) -> None:
-        self.graph, self.device = torch.cuda.CUDAGraph(), device
-        with torch.cuda.device(device), torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+        def ask() -> None:
             self.values = torch.cat(compute()).long()
             self.host = host[: self.values.shape[0]]
             self.host.copy_(self.values, non_blocking=True)
+
+        self.graph, self.device = captured(device, ask), device
         self.done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def replay(self) -> Callable[[], list[int]]:

@@ -31,7 +31,7 @@ SHARES = ["alpha", "lambda_clip", "lambda_clip_multi"]
 POSITIVE = ["position_power", "exclusivity_temperature"]
 WEIGHTS = ["norm_weight", "norm_gamma", "position_weight", "position_eta", "nms_alpha", "exclusivity_alpha"]
 REALS = SHARES + POSITIVE + WEIGHTS
-OTHERS = ["preset", "policy", "boundary_token_ids", "strict", "mode", "dump"]
+OTHERS = ["preset", "policy", "boundary_token_ids", "strict", "mode", "combo_kernels", "dump"]
 FIELDS = [f.name for f in dataclasses.fields(Config)]
 
 

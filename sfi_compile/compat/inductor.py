@@ -45,13 +45,10 @@ def mode_patches(mode: str | None) -> dict[str, Any]:
     return dict(list_mode_options(mode))
 
 
-def tuned(on_gpu: bool) -> dict[str, Any]:
-    """Inductor config that decode steps gain by, where nobody has set it otherwise.
-
-    On a GPU: kernels that do not depend on each other become one (norms and rotations of queries and of keys, and what
-    is written), since each is over before it is launched.
-    """
-    return {"combo_kernels": True} if on_gpu else {}
+def combined() -> dict[str, Any]:
+    """Inductor config by which kernels that do not depend on each other become one: in a decode step, norms and
+    rotations of queries and of keys, and what is written, each of which is over before it is launched."""
+    return {"combo_kernels": True}
 
 
 @contextmanager
@@ -59,6 +56,7 @@ def without_collector() -> Iterator[None]:
     """Run without the cycle collector, which goes through all of a compiler's objects again and again: for dozens of
     layers, a seventh of Inductor's time. What it would have freed stays until it runs the next time."""
     enabled = gc.isenabled()
+    gc.collect()  # such as a model on a GPU that has just been dropped
     gc.disable()
     try:
         yield

@@ -17,7 +17,8 @@ class PyramidKV(SnapKV):
     """SnapKV's score, under budgets that fall evenly from site to site. After Cai et al., arXiv 2406.02069.
 
     The last site gets `k_head / beta`, the first twice `k_head` less that, so that all of them get as much as under
-    another policy. Sites left dense do not count. Sinks, recent tokens and the tokens since a refresh come on top.
+    another policy, if their caches are of one length. Sites left dense do not count. Sinks, recent tokens and the
+    tokens since a refresh come on top.
     """
 
     name: ClassVar[str] = "pyramidkv"

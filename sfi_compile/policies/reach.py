@@ -55,9 +55,9 @@ class Reach(Policy):
             each = each + (evidence.ages * math.log(self.fading))[:, None]
         taken = each.amax(1)
         if evidence.values is not None:
-            norm = torch.linalg.vector_norm(evidence.values.float(), dim=-1).clamp_min(SMALLEST)
             # What no query may attend to can hold anything.
-            taken = torch.where(taken > -math.inf, taken + norm.log(), -math.inf)
+            norm = torch.linalg.vector_norm(evidence.values.float(), dim=-1).nan_to_num(0.0, 0.0, 0.0)
+            taken = taken + norm.clamp_min(SMALLEST).log()
         best = taken.clone()
         loss = math.log(self.decay) if self.decay > 0 else -math.inf
         for e in range(1, min(self.ahead, taken.shape[-1] - 1) + 1):

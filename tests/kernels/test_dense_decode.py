@@ -171,9 +171,17 @@ def test_masked_keys_and_values_may_hold_anything(junk: float) -> None:
 def test_values_that_are_attended_to_are_not_forgiven() -> None:
     case = site(1)
     case.v[0, 1, 30, 2] = math.nan
-    out = interpreted(ran, case.operands(), SMALL)[0]
+    out, _, lse, _ = interpreted(ran, case.operands(), SMALL)
     assert out[0, 4:, 0, 2].isnan().all()
     assert out[0, :4].isfinite().all()
+    # That is what tells the row's status, so every query of that head says it, and no other.
+    assert lse[0, 1].isnan().all()
+    assert lse[0, 0].isfinite().all()
+    case.v[0, 1, 30, 2] = math.inf
+    out, _, lse, _ = interpreted(ran, case.operands(), SMALL)
+    assert not out[0, 4:, 0, 2].isfinite().any()
+    assert lse[0, 1].isnan().all()
+    assert lse[0, 0].isfinite().all()
     query = case.q.clone()
     query[0, 0, 0, 0] = math.nan
     out, _, lse, _ = interpreted(ran, dataclasses.replace(site(1), q=query).operands(), SMALL)

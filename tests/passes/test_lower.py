@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import operator
 import re
 from typing import Any
 
@@ -13,11 +14,16 @@ from torch import Tensor, fx
 
 from sfi_compile import ops
 from sfi_compile.compat.dynamo import example, fake_mode_of
+from sfi_compile.config import Config
 from sfi_compile.kernels import lowering
-from sfi_compile.passes import lower
+from sfi_compile.ops import RowStatus, device
+from sfi_compile.passes import lower, pipeline
 from sfi_compile.passes.base import Builder, VerificationError, Work
+from sfi_compile.passes.dataflow import DataFlow
+from sfi_compile.passes.insert_guards import InsertGuards
 from sfi_compile.passes.lower import Lower
 from tests.passes.toys import (
+    OPTIONS,
     SDPA,
     Recorded,
     compiled,
@@ -92,6 +98,13 @@ def two_sites(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, c: Tensor, 
     return SDPA(out, c, d, attn_mask=mask)
 
 
+def pipeline_of_dense(recorded: Recorded) -> Work:
+    """The slow steps of the best dense decoding: nothing is selected."""
+    work = pipeline.run(pipeline.ANALYSIS, Work(Config.from_options({**OPTIONS, "min_context": 0}), recorded.module))
+    passes = [InsertGuards(refresh=False) if p.name == "insert_guards" else p for p in pipeline.REWRITE]
+    return pipeline.run(passes[:-1], work, first_stage=len(pipeline.ANALYSIS))
+
+
 def two_alike(batch: int) -> Recorded:
     q, k, v, keys, values, pos = operands(batch=batch, query_heads=4, kv_heads=4)
     return record(two_sites, q, k, v, keys, values, keys.clone(), values.clone(), pos)
@@ -114,9 +127,45 @@ def test_sites_that_are_alike_make_their_memories_at_once(batch: int, share: flo
     assert len(made) == (1 if share else 2)
     for i, of_dense in enumerate((1, 2, 3)):
         assert [n.args for n in lists[i]] == [(node, of_dense) for node in dense]
+    # Before a site's memory is made, its row's status says whether its output was finite.
+    flow = DataFlow(slow.graph)
+    for refresh in made:
+        settled = [w for w in flow.writes(refresh.args[10]) if nodes.index(w) < nodes.index(refresh)]
+        assert {*refresh.args[1]} <= set().union(*(flow.slice_of(w) for w in settled))
     for keys_of_site, memory in zip(lists[3], lists[6], strict=True):
         [append] = [n for n in memory.users if n.target is torch.ops.sfi.append_rows.default]
         assert append.args[0] is keys_of_site
+
+
+def test_what_went_wrong_at_any_site_is_the_rows_status() -> None:
+    """Five rows: fine, not finite at the first site, at the last, looking ahead, and with nothing to attend to."""
+    fine = torch.zeros(5, 2, 3)
+    first, last = fine.clone(), fine.clone()
+    first[1, 1, 2], last[2, 0, 0] = torch.nan, torch.nan
+    first[0, 0, 0] = last[4, 0, 0] = -torch.inf  # a query that may attend to nothing
+    extent = torch.tensor([[4, 4, 0], [4, 4, 0], [4, 4, 1], [4, 6, 1], [0, 1, 0]])
+    slow, status = torch.tensor([True] * 5), torch.zeros(5, dtype=torch.int64)
+    device.settle(slow, extent, status, first, fine, last)
+    broken, ahead, short = RowStatus.NOT_FINITE, RowStatus.AHEAD, RowStatus.SHORT
+    assert status.tolist() == [RowStatus.READY, broken, broken, ahead, short]
+    # What is worse stays, and rows that are not slow are left alone.
+    status = torch.full((5,), int(RowStatus.SPLIT))
+    device.settle(slow, extent, status, fine)
+    assert all(found >= RowStatus.SPLIT for found in status.tolist())
+    status.zero_()
+    device.settle(~slow, extent, status, first, last)
+    assert not status.any()
+
+
+def test_sites_without_a_memory_tell_their_status_too() -> None:
+    work = pipeline_of_dense(two_alike(2))
+    slow = Lower(kernels=True).apply(work).variants[0]
+    flow = DataFlow(slow.graph)
+    [status] = [n for n in slow.graph.nodes if n.name == "sfi_status"]
+    lse = [n for n in slow.graph.nodes if n.target is operator.getitem and n.args[1] == 2
+           and n.args[0].target is torch.ops.sfi.dense_decode.default]  # fmt: skip
+    assert len(lse) == 2
+    assert {*lse} <= set().union(*(flow.slice_of(w) for w in flow.writes(status)))
 
 
 def computed_keys(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, pos: Tensor) -> Tensor:

@@ -70,6 +70,23 @@ def test_inputs_and_their_parts() -> None:
     assert kept(function, torch.randn(4)) == 0
 
 
+def test_what_is_a_tensor_anyhow() -> None:
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        product = x @ x
+        halves = torch.split(product * 2, 2)
+        return tuple(product + halves[0].sum() + i for i in range(shared_values.MANY))
+
+    assert kept(function, torch.randn(4, 4)) == 0
+
+
+def test_what_is_returned_shares_memory_with_its_views() -> None:
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        value = x.cos()
+        return value, value.view(2, 2), *(value + i for i in range(shared_values.MANY))
+
+    assert kept(function, torch.randn(4)) == 0
+
+
 def test_what_is_written_into_between_its_readers() -> None:
     def function(x: Tensor) -> tuple[Tensor, ...]:
         value = x.cos()
