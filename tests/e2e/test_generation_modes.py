@@ -24,6 +24,12 @@ TURN = 3
 CROPS = hasattr(transformers.cache_utils.StaticLayer, "crop")
 
 
+@pytest.fixture(autouse=True)
+def _drafts_of_one_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers adapts how sure a draft must be, and so its length, where scikit-learn happens to be installed."""
+    monkeypatch.setattr("transformers.generation.candidate_generator.is_sklearn_available", lambda: False)
+
+
 def fresh() -> Any:
     """The same small Llama every time."""
     return BY_NAME["llama"].build()[0]
