@@ -156,19 +156,10 @@ def select_rows(
     )  # fmt: skip
     clip = spec.lambda_clip if rows == 1 else spec.lambda_clip_multi
     launch(
-        scores.weigh,
-        (heads, every),
-        partials,
-        *which,
-        weights,
-        batch,
-        chunks,
-        heads,
-        clip,
-        chunk=tiles.evidence,
-        block_c=tiles.merged,
+        scores.weigh, (heads, every),
+        partials, *which, weights, batch, chunks, heads, clip, chunk=tiles.evidence, block_c=tiles.merged,
         num_warps=1,
-    )
+    )  # fmt: skip
     fusing = (mean, inputs.addresses, log_position, weights, *which)
     refining = (spec.nms_alpha, spec.exclusivity_alpha, 1.0 / spec.exclusivity_temperature)
     shape = {"block": block, "block_h": block_h, "num_warps": min(max(block * block_h // tiles.refine_lanes, 1), 16)}
@@ -181,61 +172,27 @@ def select_rows(
         )  # fmt: skip
     else:
         launch(
-            scores.blend,
-            (stretches, every),
-            *fusing,
-            log_s,
-            *sizes,
-            norm_scale,
-            aligned=inputs.aligned,
-            **shape,
-            **arithmetic,
-        )
+            scores.blend, (stretches, every),
+            *fusing, log_s, *sizes, norm_scale, aligned=inputs.aligned, **shape, **arithmetic,
+        )  # fmt: skip
         peak, ahead, behind, reach = log_s, refined, mean, 0
         while reach < radius:
             by = min(2 * reach + 1, radius - reach)
             launch(
-                scores.widen,
-                (chunks, heads, every),
-                peak,
-                ahead,
-                *which,
-                batch,
-                size,
-                heads,
-                by,
-                block=tiles.evidence,
-                num_warps=4,
-            )
+                scores.widen, (chunks, heads, every),
+                peak, ahead, *which, batch, size, heads, by, block=tiles.evidence, num_warps=4,
+            )  # fmt: skip
             peak, ahead, behind, reach = ahead, behind, ahead, reach + by
         launch(
-            scores.refine_wide,
-            (stretches, every),
-            log_s,
-            peak,
-            log_position,
-            *which,
-            keys,
-            batch,
-            size,
-            *refining,
-            exclusive=exclusive,
-            **shape,
+            scores.refine_wide, (stretches, every),
+            log_s, peak, log_position, *which, keys, batch, size, *refining, exclusive=exclusive, **shape,
             **arithmetic,
-        )
+        )  # fmt: skip
     wanted = sample_rank(k)
     launch(
-        top_k.sample,
-        (-(-size // (SAMPLED * tiles.sample)), heads, every),
-        keys,
-        *which,
-        bins,
-        batch,
-        size,
-        heads,
-        block=tiles.sample,
-        num_warps=4,
-    )
+        top_k.sample, (-(-size // (SAMPLED * tiles.sample)), heads, every),
+        keys, *which, bins, batch, size, heads, block=tiles.sample, num_warps=4,
+    )  # fmt: skip
     launch(
         top_k.gather, (-(-pieces // tiles.choose_chunks), heads, every),
         keys, *which, bins, listed, segments, list_key, list_at, batch, size, pieces, heads, wanted,

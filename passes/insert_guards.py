@@ -271,7 +271,8 @@ def _slow_branch(b: Builder, n: dict[str, fx.Node], site: Site, work: Work) -> f
     sfi, spec = torch.ops.sfi, work.config.selector().to_text()
     rows, status = n["sfi_slow_rows"], n["sfi_status"]
     # Of a policy that chooses at every step, all rows are slow, and attend to what was chosen.
-    at_once = policies.parse(work.config.policy).reads_memory
+    policy = policies.parse(work.config.policy)
+    at_once = policy.reads_memory
     # Dense first: keys and values that are computed are then a tensor already, and the append reads that one. Fast rows
     # before `pack`, which rewrites the memory of the slow rows, whatever was appended to it.
     out, logits, extent, log_position, held = _dense(b, n, site, work)
@@ -285,7 +286,7 @@ def _slow_branch(b: Builder, n: dict[str, fx.Node], site: Site, work: Work) -> f
         kept["history"] = n[HISTORY]
         told = (n["sfi_position"], n[STARTED], spec)
         b.call(sfi.accumulate.default, logits, rows, status, extent, *told, n[HISTORY])
-    if policies.parse(work.config.policy).reads_values:
+    if policy.reads_values:
         kept["values"] = n["v"]
     selected = b.call(sfi.select.default, *asked, **kept)
     memory = (n["sfi_held"], n["sfi_mem_k"], n["sfi_mem_v"])

@@ -27,7 +27,7 @@ from sfi_compile.ops.slow import parse_spec
 from sfi_compile.passes import counters, linears, shared_values
 from sfi_compile.passes.base import Pass, VerificationError, Work
 from sfi_compile.passes.dataflow import DataFlow
-from sfi_compile.passes.shapes import constant_of
+from sfi_compile.passes.shapes import constant_of, description
 from sfi_compile.site import Rejection
 
 log = logging.getLogger("sfi_compile")
@@ -179,7 +179,7 @@ class _Unsettled:
     @property
     def kind(self) -> Hashable:
         """Equal for sites that can be looked at together."""
-        return _description(self.lse), self.slow_rows, _part(self.extent), self.status
+        return description(self.lse), self.slow_rows, _part(self.extent), self.status
 
 
 def _grouped(sites: Iterable[_Unsettled]) -> list[list[_Unsettled]]:
@@ -214,7 +214,7 @@ def _together(packs: list[fx.Node], flow: DataFlow) -> list[list[fx.Node]]:
     for pack in packs:
         arguments: tuple[Any, ...] = pack.args
         k, v, select, frame, slow_rows, status, sink, *memory = arguments
-        own = tuple(_description(n) for n in (k, v, select.args[0], *memory))
+        own = tuple(description(n) for n in (k, v, select.args[0], *memory))
         shared = tuple(_part(n) for n in (frame, *select.args[4:6]))
         # What is computed from the cache would have to be kept until all of its group is there.
         computed = any(flow.origin(n).op != "placeholder" for n in (k, v))
@@ -290,7 +290,7 @@ class Tracer:
 
     def inline(self, graph: fx.Graph, body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Insert what `body(*args)` does at the graph's insertion point; the nodes of its results."""
-        kind = body, tuple(_description(a) if isinstance(a, fx.Node) else repr(a) for a in args)
+        kind = body, tuple(description(a) if isinstance(a, fx.Node) else repr(a) for a in args)
         if kind not in self.traces:
             self.traces[kind] = _trace(graph, body, args)
         trace = self.traces[kind]
@@ -303,11 +303,6 @@ class Tracer:
                 mapping[inner] = graph.node_copy(inner, mapping.__getitem__)
                 mapping[inner].meta["example_value"] = inner.meta.get("val")
         raise VerificationError(f"the trace of {body.__name__} has no output")
-
-
-def _description(node: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]:
-    value = example(node)
-    return tuple(map(int, value.shape)), tuple(map(int, value.stride())), value.dtype, value.device
 
 
 def _trace(graph: fx.Graph, body: Callable[..., Any], args: tuple[Any, ...]) -> fx.Graph:
@@ -327,6 +322,6 @@ def _trace(graph: fx.Graph, body: Callable[..., Any], args: tuple[Any, ...]) -> 
         # Fresh values: the tracer takes equal objects for one input, and another node's arguments may differ.
         values = []
         for argument in given.values():
-            shape, stride, dtype, where = _description(argument)
+            shape, stride, dtype, where = description(argument)
             values.append(torch.empty_strided(shape, stride, dtype=dtype, device=where))
         return make_fx(call)(*values).graph

@@ -10,7 +10,7 @@ from torch import fx
 
 from sfi_compile.passes.shapes import name_of, shape_of
 
-PRODUCTS = frozenset(["matmul", "bmm", "baddbmm", "einsum", "mm", "mv", "addmm", "__matmul__", "__rmatmul__"])
+_PRODUCTS = frozenset(["matmul", "bmm", "baddbmm", "einsum", "mm", "mv", "addmm", "__matmul__", "__rmatmul__"])
 _MOVES = frozenset(["transpose", "swapaxes", "swapdims", "permute"])
 TURNS = frozenset(["mT", "mH", "T", "H", "numpy_T", "matrix_H"])
 """Attributes that swap the last two axes, the last four of matrices only; real numbers are their own conjugates.
@@ -50,7 +50,7 @@ class Product:
 
 def is_product(node: fx.Node) -> bool:
     """Whether a node multiplies two tensors and sums."""
-    return node.op in ("call_function", "call_method") and name_of(node) in PRODUCTS
+    return node.op in ("call_function", "call_method") and name_of(node) in _PRODUCTS
 
 
 def product_of(node: fx.Node) -> Product | None:

@@ -47,6 +47,12 @@ def shape_of(node: fx.Node) -> tuple[int, ...] | None:
     return tuple(size_hint(n) for n in value.shape) if isinstance(value, torch.Tensor) else None
 
 
+def description(node: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]:
+    """Sizes, strides, dtype and device of a node's value, as numbers."""
+    value = example(node)
+    return tuple(map(int, value.shape)), tuple(map(int, value.stride())), value.dtype, value.device
+
+
 def name_of(node: fx.Node) -> str:
     """The method's or function's plain name."""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))

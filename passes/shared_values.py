@@ -6,8 +6,6 @@ with dozens of layers, that is a tenth of the compilation. Imports compat, `data
 
 from __future__ import annotations
 
-import operator
-
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
@@ -15,8 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from sfi_compile.compat.dynamo import example
 from sfi_compile.passes.base import Builder
 from sfi_compile.passes.dataflow import DataFlow
-from sfi_compile.passes.products import PRODUCTS
-from sfi_compile.passes.shapes import name_of
+from sfi_compile.passes.shapes import is_pointwise
 
 MANY = 8
 """Readers from which a value is kept."""
@@ -28,22 +25,25 @@ def keep(graph: fx.Graph, device_type: str = "cuda") -> None:
     """Put a copy in the place of each of those values, in place: a tensor, which readers do not compute."""
     flow = DataFlow(graph)
     found = [node for node in flow.nodes if _is_shared(node, flow, device_type)]
-    builder = Builder(graph) if found else None
+    if not found:
+        return
+    builder = Builder(graph)
     for node in found:
-        if builder is not None:
-            readers = list(node.users)
-            with graph.inserting_after(node):
-                kept = builder.call(torch.ops.sfi.still.default, node)
-            for reader in readers:
-                reader.replace_input_with(node, kept)
+        readers = list(node.users)
+        with graph.inserting_after(node):
+            kept = builder.call(torch.ops.sfi.still.default, node)
+        for reader in readers:
+            reader.replace_input_with(node, kept)
 
 
 def _is_shared(node: fx.Node, flow: DataFlow, device_type: str) -> bool:
     value = example(node)
-    computed = node.op in ("call_function", "call_method") and isinstance(value, FakeTensor)
-    # Those are tensors anyhow.
-    computed = computed and node.target is not operator.getitem and name_of(node) not in PRODUCTS | {"linear"}
-    if not computed or len(node.users) < MANY or value.device.type != device_type:
+    if (
+        not is_pointwise(node)
+        or not isinstance(value, FakeTensor)
+        or len(node.users) < MANY
+        or value.device.type != device_type
+    ):
         return False
     small = value.dtype.is_floating_point and value.numel() <= LARGEST
     # What is written into, or is part of an input, is no mere expression; what is returned may share memory with more.

@@ -15,7 +15,7 @@ from torch import fx
 
 from sfi_compile import diagnostics
 from sfi_compile.compat.dynamo import example, has_symbols, is_last_recompilation, needs_gradients
-from sfi_compile.compat.inductor import combined, compile_graph, mode_patches, without_collector
+from sfi_compile.compat.inductor import COMBINED, compile_graph, mode_patches, without_collector
 from sfi_compile.config import Config, within
 from sfi_compile.cost_model import CostModel, SiteShape
 from sfi_compile.diagnostics import DenseGraph
@@ -88,7 +88,7 @@ def _compiled(
         return _left_dense(compile_graph(gm, example_inputs, patches), found)
     inputs = [*example_inputs, *work.added]
     if work.config.combo_kernels and any(s.device.type == "cuda" for s in work.state):
-        patches = {**combined(), **patches}
+        patches = {**COMBINED, **patches}
     with kernels_compiled(work):
         slow, fast = (compile_graph(module, inputs, patches, pipeline.cache_key()) for module in work.variants)
     diagnostics.counters.graphs += 1

@@ -10,6 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 
+COMBINED = {"combo_kernels": True}
+"""Inductor config by which kernels that do not depend on each other become one: in a decode step, norms and rotations
+of queries and of keys, and what is written, each of which is over before it is launched."""
+
 
 def compile_graph(
     gm: fx.GraphModule, inputs: Sequence[Any], patches: dict[str, Any], tag: str = ""
@@ -43,12 +47,6 @@ def mode_patches(mode: str | None) -> dict[str, Any]:
     if mode not in allowed:
         raise ValueError(f"sfi: option 'mode' is {mode!r}; allowed: {', '.join(map(repr, allowed))}")
     return dict(list_mode_options(mode))
-
-
-def combined() -> dict[str, Any]:
-    """Inductor config by which kernels that do not depend on each other become one: in a decode step, norms and
-    rotations of queries and of keys, and what is written, each of which is over before it is launched."""
-    return {"combo_kernels": True}
 
 
 @contextmanager

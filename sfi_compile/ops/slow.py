@@ -283,7 +283,7 @@ def select(
         scale: factor of the logits of earlier queries.
         softcap: of the same; 0: none.
         queries: [B, Hq, W, Dk], of `sfi::remember`, this step's among them; those of earlier tokens are evidence, too.
-        position: int64 [Q], of this step's tokens; None: of a step of one token, without `queries`.
+        position: int64 [Q], of this step's tokens; None: it has one, and `queries` are None.
         started_at: int64 [B], where the sequence that the queries are of began; with `queries`.
         history: float32 [B, Hkv, N], of `sfi::accumulate`, this step's attention included.
         values: [B, Hkv, N, Dv].
@@ -297,15 +297,14 @@ def select(
     out = torch.full((keys.shape[0], keys.shape[1], k), -1, dtype=torch.int64, device=keys.device)
     lengths = extent[:, 1].tolist()
     # Rows are heads first: queries of a step, then of earlier tokens, follow each other within a head.
-    step = 1 if position is None else position.shape[0]
-    own = torch.arange(step - 1, -1, -1, device=keys.device).repeat(logits.shape[2] // step)
+    own = None if position is None else (position[-1] - position).repeat(logits.shape[2] // position.shape[0])
     for b in _refreshing(slow_rows, status):
         # The selector's work grows with what is valid, not with what is allocated.
         n = lengths[b]
         place = log_position[b, :n]
         candidates = place > attention.NEG_INF
         seen, ages = logits[b, ..., :n], own
-        if queries is not None and position is not None and started_at is not None:
+        if queries is not None and position is not None and started_at is not None and own is not None:
             first = max(int(position[-1]) - queries.shape[2] + 1, int(started_at[b]))
             earlier = torch.arange(first, int(position[0]), device=keys.device)
             seen = torch.cat([seen, _earlier(queries[b], earlier, keys[b, :, :n], seen, scale, softcap)], 1)

@@ -14,7 +14,7 @@ import torch
 import transformers
 from torch import Tensor, fx
 
-from sfi_compile.compat.inductor import combined
+from sfi_compile.compat.inductor import COMBINED
 from sfi_compile.config import Config
 from sfi_compile.lab.families import build
 from sfi_compile.passes import counters, linears, lower, pipeline, shared_values
@@ -56,7 +56,7 @@ def launched(step: str) -> tuple[list[Launch], int]:
     [(work, inputs)] = works
     module = work.variants[step == "fast"]
     memory = next(s for s in work.state if s.name == "sfi_mem_k_0")
-    with torch._inductor.config.patch(combined()):
+    with torch._inductor.config.patch(COMBINED):
         return launches(generated_for(module, [*inputs, *work.added])), memory.allocate().numel()
 
 

@@ -268,6 +268,7 @@ def test_earlier_queries_against_literal_loops() -> None:
         [found] = Witness.seen
         earlier = [p for p in range(at - width + 1, at) if p >= first]
         assert found.shape == (kv_heads, 2 * (1 + len(earlier)), at + 1)
+        assert Witness.ages[-1] == [0, 0, *([at - p for p in earlier] * 2)]
         for h in range(kv_heads):
             wanted = [own[0, h, r, : at + 1].tolist() for r in range(2)]
             for r in range(2):
@@ -293,10 +294,28 @@ class Witness(Policy):
 
     name: ClassVar[str] = "witness"
     seen: ClassVar[list[Tensor]] = []
+    ages: ClassVar[list[list[int] | None]] = []
 
     def scores(self, evidence: Evidence) -> Tensor:
         self.seen.append(evidence.logits.clone())
+        self.ages.append(None if evidence.ages is None else evidence.ages.tolist())
         return evidence.log_probabilities.logsumexp(1)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_queries_of_a_step_of_several_tokens_have_ages_without_earlier_ones(tokens: int) -> None:
+    def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+        keys.index_copy_(2, pos, k)
+        values.index_copy_(2, pos, v)
+        mask = torch.arange(keys.shape[2]) <= pos[:, None]
+        return toys.SDPA(q, keys, values, attn_mask=mask[None, None], enable_gqa=True)
+
+    q, k = torch.randn(1, 2, tokens, 4), torch.randn(1, 1, tokens, 4)
+    recorded = toys.record(step, q, k, k, *torch.randn(2, 1, 1, 8, 4), torch.arange(7 - tokens, 7))
+    work = toys.compiled(recorded.module, "verify", policy="witness")
+    Witness.ages.clear()
+    work.variants[0](*recorded.fresh(), *toys.state(work, slow=True))
+    assert Witness.ages == ([None] if tokens == 1 else [[2, 1, 0, 2, 1, 0]])
 
 
 def test_queries_of_earlier_steps_are_evidence_until_the_text_changes() -> None:

@@ -81,8 +81,7 @@ def test_the_kernels_of_a_slow_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lower, "SCRATCH", 0.0)
     work = Lower(kernels=True).apply(compiled(two_alike(2).module, "verify"))
     assert ahead.calls(work) == []  # this is a CPU's graph
-    monkeypatch.setattr(ahead, "DEVICE", "cpu")
-    calls = ahead.calls(work)
+    calls = ahead.calls(work, device_type="cpu")
     assert [device.type for device, _ in calls] == ["cpu", "cpu"]
     launched: list[tuple[str, tuple[Any, ...]]] = []
 
