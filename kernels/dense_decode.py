@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sfi_compile.kernels.heuristics import power_of_two
+from sfi_compile.kernels.heuristics import padded, power_of_two
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_DIM = 256
@@ -83,6 +83,7 @@ def plan(
     mask_is_bool: bool,
     sinks: int,
     fill: float | None = None,
+    norm_of_values: bool = False,
     tile: Tile | None = None,
 ) -> Plan:
     """Plan a site.
@@ -99,6 +100,7 @@ def plan(
         mask_is_bool: it is not a float one.
         sinks: their number of columns, 0 for none.
         fill: what blocked logits become; None: they have no weight.
+        norm_of_values: whose norms are written, the values' or the keys'.
         tile: how to cut the site up; None: `tile_for` decides.
     """
     batch, heads, queries, key_dim = q
@@ -120,6 +122,7 @@ def plan(
     of_split = {
         "scale": float(scale), "softcap": float(softcap), "has_softcap": softcap != 0.0, "key_dim": key_dim,
         "has_fill": fill is not None, "fill": float(fill or 0.0),
+        "norm_of_values": norm_of_values,
         "mask_by_row": mask_by_row, "mask_is_bool": mask_is_bool, "block_k": power_of_two(key_dim, 16),
     }  # fmt: skip
     block_splits = power_of_two(max_splits)
@@ -150,6 +153,7 @@ def dense_decode(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     fill: float | None = None,
+    norm_of_values: bool = False,
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Dense attention of the slow rows, exactly under the site's mask, and what the selector needs.
@@ -169,15 +173,17 @@ def dense_decode(
         sinks: [1 or B, 1 or Hq, 1 or Q, C], logits that take weight and give nothing.
         fill: what logits become that the mask blocks by False or -inf, in rows in which that matters: where a query may
             attend to nothing, or to nothing better. None: they have no weight.
+        norm_of_values: return the values' norms in place of the keys'.
         tile: how to cut the site up; None: `tile_for` decides.
 
     Returns:
         output [B, Hq, Q, Dv] in q's dtype, zero in rows that are not slow and for queries that may attend to nothing;
-        logits float32 [B, Hkv, G*Q, N], -inf where masked, undefined past the extent and in rows that are not slow;
+        logits float32 [B, Hkv, G*Q, P], P the next multiple of 16 from N on, -inf where masked, undefined past the
+            extent and in rows that are not slow;
         lse float32 [B, Hkv, G*Q], log of the sum of the exponentials of a query's logits, without the sinks; -inf where
             nothing is allowed and in rows that are not slow; NaN where the output is not finite;
-        log_norm float32 [B, Hkv, N], log of the Euclidean norm of each key, which counts as 1e-6 at least; defined
-            where the logits are.
+        log_norm float32 [B, Hkv, P], log of the Euclidean norm of each key (or value), which counts as 1e-6 at least;
+            defined where the logits are.
 
     Raises:
         ValueError: a dtype or width that the kernel does not support.
@@ -193,14 +199,14 @@ def dense_decode(
     planned = plan(
         tuple(q.shape), tuple(k.shape), value_dim, q.element_size(), multiprocessors(q.device), scale, softcap,
         by_row(mask.shape, mask.stride()), mask.dtype == torch.bool, 0 if sinks is None else columns.shape[-1],
-        fill, tile,
+        fill, norm_of_values, tile,
     )  # fmt: skip
     slow_rows, extent = slow_rows.contiguous(), extent.contiguous()
     wide: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
     out = torch.empty(batch, heads, queries, value_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, kv_heads, rows, **wide)
-    logits = torch.empty(batch, kv_heads, rows, size, **wide)
-    log_norm = torch.empty(batch, kv_heads, size, **wide)
+    logits = torch.empty(batch, kv_heads, rows, padded(size), **wide)
+    log_norm = torch.empty(batch, kv_heads, padded(size), **wide)
     partial = torch.empty(planned.partial, **wide)
     source.split[(planned.grid,)](
         q, k, v, mask, slow_rows, extent, partial, logits, log_norm,

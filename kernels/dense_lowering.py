@@ -14,6 +14,7 @@ import torch
 
 from sfi_compile.compat import template as inductor
 from sfi_compile.kernels import dense_decode, templating
+from sfi_compile.kernels.heuristics import padded
 
 
 def register() -> None:
@@ -44,6 +45,7 @@ def lower_dense_decode(
     softcap: float = 0.0,
     sinks: Any = None,
     fill: float | None = None,
+    norm_of_values: bool = False,
 ) -> tuple[Any, Any, Any, Any]:
     """The lowering of `sfi::dense_decode`; arguments as there, as IR nodes."""
     device, dtype = inductor.device_of(q), inductor.dtype_of(q)
@@ -62,12 +64,12 @@ def lower_dense_decode(
         (batch, heads, queries, key_dim), (batch, kv_heads, size, key_dim), value_dim, dtype.itemsize,
         inductor.processors(device), scale, softcap,
         dense_decode.by_row(inductor.shape_of(mask), inductor.strides_of(mask)),
-        inductor.dtype_of(mask) == torch.bool, columns, fill,
+        inductor.dtype_of(mask) == torch.bool, columns, fill, norm_of_values,
     )  # fmt: skip
-    rows = planned.common["rows"]
+    rows, pitch = planned.common["rows"], padded(size)
     logits, log_norm, lse = (
         inductor.empty(shape, torch.float32, device)
-        for shape in ((batch, kv_heads, rows, size), (batch, kv_heads, size), (batch, kv_heads, rows))
+        for shape in ((batch, kv_heads, rows, pitch), (batch, kv_heads, pitch), (batch, kv_heads, rows))
     )
     partial = inductor.launch(
         _template("dense_split"),

@@ -76,6 +76,12 @@ class Tile:
     num_stages: int
 
 
+def padded(size: int) -> int:
+    """Places in a row of what a slow step leaves for each position: a multiple of 16, so that rows begin where vectors
+    may. What lies past the positions may be anything."""
+    return -(-size // 16) * 16
+
+
 def power_of_two(n: int, least: int = 1) -> int:
     """The smallest power of two that is at least `n` and `least`."""
     return max(least, 1 << max(n - 1, 0).bit_length())

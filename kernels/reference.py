@@ -181,6 +181,36 @@ def score(logits: Tensor, keys: Tensor, allowed: Tensor, cand: Tensor, spec: Sel
     return refine(torch.stack(blended), cand, spec)
 
 
+def attended(history: Tensor, logits: Tensor, allowed: Tensor, left: float) -> Tensor:
+    """A history after one more slow step: what is left of it, and the attention of all rows.
+
+    `h(t) <- left * h(t) + sum_r p_r(t)`; p_r is the softmax over the allowed positions. A row whose logits are all -inf
+    adds nothing.
+
+    Args:
+        history: [N].
+        logits: [R, N], -inf where masked; values at positions not allowed are ignored.
+        allowed: bool [N].
+        left: share of the history that is left.
+
+    Returns:
+        float64 [N].
+    """
+    found = left * history.double()
+    for row in logits.double():
+        inside = row.masked_fill(~allowed, -math.inf)
+        if (inside > -math.inf).any():
+            found = found + torch.softmax(inside, dim=0)
+    return found
+
+
+def carried(f: Tensor, weight: float, ahead: int, decay: float) -> Tensor:
+    """`f(t) + weight * max over 0 <= e <= ahead of decay^e * f(t - e)`, float64 [N], of positions from the first."""
+    values = f.double().tolist()
+    found = [x + weight * max(decay**e * values[t - e] for e in range(min(ahead, t) + 1)) for t, x in enumerate(values)]
+    return torch.tensor(found, dtype=torch.float64)
+
+
 def best(scores: Tensor, cand: Tensor, k: int) -> list[int]:
     """The k candidates of the highest score, ties to the lower position, ascending; fewer if there are fewer.
 

@@ -1,4 +1,4 @@
-"""The selector on CUDA: all rows and KV heads of several sites in eight launches, for `sfi::select`.
+"""The selector on CUDA: all rows and KV heads of several sites in eight launches, for `sfi::refresh_rows`.
 
 The formulas are `selector.py`'s, in float32 and in logs. Nothing is read on the host, so that CUDA graphs can hold it;
 rows that do not refresh cost empty programs, and work grows with what may be attended to, not with what is allocated.
@@ -9,25 +9,21 @@ first call only.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from sfi_compile.config import SelectorSpec
-from sfi_compile.kernels import addresses
+from sfi_compile.kernels import addresses, top_k_cuda
 from sfi_compile.kernels.heuristics import power_of_two
 from sfi_compile.kernels.launching import launch
 
-BINS = 256
 PARTIALS = 8
-SAMPLED = 8
-"""One of so many keys is counted to find where the k-th lies."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiles:
+class Tiles(top_k_cuda.Tiles):
     """How the work is cut up; powers of two. The sums' order, so the last bits, depend on `evidence` and `merged`."""
 
     evidence: int = 1024
@@ -48,30 +44,6 @@ class Tiles:
     """Fewest positions of them."""
     refine_lanes: int = 512
     """Positions times heads for each warp."""
-    sample: int = 2048
-    """Keys that a program counts, of one head."""
-    choose: int = 2048
-    """Keys that a program takes from, of one head (less than 2^15)."""
-    choose_warps: int = 4
-    """Warps of such a program."""
-    choose_chunks: int = 8
-    """How often it does so."""
-    choose_stages: int = 3
-    """How many chunks it holds or reads at once."""
-    listed: int = 2048
-    """Keys of a list that are looked at together."""
-    listed_warps: int = 4
-    """Warps of such a program."""
-    written: int = 256
-    """Positions that are written together."""
-
-
-def sample_rank(k: int) -> int:
-    """The rank among the sampled keys below which none of the k largest keys are expected.
-
-    Eight standard deviations allow for scores that come in runs. If it is not enough, `threshold` looks at every key.
-    """
-    return math.ceil(k / SAMPLED + 8 * math.sqrt(k / SAMPLED) + 8)
 
 
 def select_rows(
@@ -83,13 +55,14 @@ def select_rows(
     extent: Tensor,
     log_position: Tensor,
     spec: SelectorSpec,
+    most: int | None = None,
     tiles: Tiles = Tiles(),
 ) -> Tensor:
     """Evidence → selection, for the slow rows that are ready for a memory.
 
     L sites of the same shapes and under the same mask, B rows, H KV heads, R evidence rows (query heads of a group
-    times queries), N positions allocated. Whatever belongs to rows that do not refresh, or lies past a row's extent,
-    may be anything.
+    times queries), N positions, a multiple of 16 if whole vectors are to be loaded. Whatever belongs to rows that do
+    not refresh, or lies past a row's extent, may be anything.
 
     Args:
         logits: of each site, float32 [B, H, R, N], last stride 1; -inf where masked.
@@ -99,12 +72,13 @@ def select_rows(
         slow_rows: bool [B].
         status: int64 [B] of `RowStatus`.
         extent: int64 [B, 3], of `sfi::frame`; the second is one past the last position that may be attended to.
-        log_position: float32 [B, N], of `sfi::frame`: -inf off the candidates.
+        log_position: float32 [B, N or fewer], of `sfi::frame`: -inf off the candidates.
         spec: the selector's numbers.
+        most: positions to select, at most N; None: `k_head`, or N if that is less.
         tiles: how to cut up the work.
 
     Returns:
-        int64 [L, B, H, min(k_head, N)], ascending; ties go to the lower position; -1 for unused slots, which come last,
+        int64 [L, B, H, most], ascending; ties go to the lower position; -1 for unused slots, which come last,
         and in rows that do not refresh. Candidates whose evidence is zero with every query rank last.
 
     Raises:
@@ -112,7 +86,6 @@ def select_rows(
         ValueError: the last stride of the logits is not 1, or sites differ in strides.
     """
     from sfi_compile.kernels import triton_scores as scores
-    from sfi_compile.kernels import triton_top_k as top_k
 
     strides = {x.stride() for x in logits}
     if len(strides) > 1 or logits[0].stride(-1) != 1:
@@ -120,9 +93,9 @@ def select_rows(
     log_position, extent = log_position.contiguous(), extent.contiguous()
     sites, (batch, heads, rows, size) = len(logits), logits[0].shape
     every = sites * batch
-    k = min(spec.k_head, size)
+    k = min(spec.k_head, size) if most is None else most
     device = logits[0].device
-    chunks, pieces = -(-size // tiles.evidence), -(-size // tiles.choose)
+    chunks = -(-size // tiles.evidence)
     # By how far a neighbour suppresses, and how positions and heads are tiled for it.
     radius = min(spec.nms_window // 2, size - 1) if spec.nms_alpha else 0
     block_h = power_of_two(heads)
@@ -136,22 +109,19 @@ def select_rows(
     keys, list_key, list_at = (x.view(torch.int32) for x in (refined, mean, log_s))
     partials = torch.empty(every, heads, chunks, PARTIALS, dtype=torch.float32, device=device)
     weights = torch.empty(every, 2, heads, dtype=torch.float32, device=device)
-    lengths = [every * heads * n for n in (BINS, 1, 2, 2 * pieces, 2 * pieces)]
-    counted = torch.empty(sum(lengths), dtype=torch.int32, device=device)
-    bins, listed, cut, segments, before = torch.split(counted, lengths)
-    selected = torch.empty(sites, batch, heads, k, dtype=torch.int64, device=device)
+    counts = top_k_cuda.Counts.empty(every * heads, size, tiles, device)
     which = (slow_rows, status, extent)
     arithmetic = {"heads": heads, "fast": device.type != "cpu"}
 
     norm_scale = spec.norm_weight * spec.norm_gamma
     inputs = addresses.table([*logits, *lse, *log_norm])
-    sizes = (batch, sites, size)
+    sizes = (batch, sites, size, log_position.shape[1])
     launch(
         scores.evidence, (-(-chunks // tiles.evidence_chunks), heads, every),
-        inputs.addresses, log_position, *which, mean, partials, bins, listed,
+        inputs.addresses, log_position, *which, mean, partials, counts.bins, counts.listed,
         *sizes, chunks, *logits[0].stride()[:3], norm_scale, spec.alpha, 1.0 / (spec.alpha or 1.0),
         rows=rows, block_r=min(power_of_two(rows), tiles.evidence_rows), block=tiles.evidence,
-        geometric=spec.alpha == 0, n_bins=BINS, aligned=inputs.aligned, **arithmetic,
+        geometric=spec.alpha == 0, n_bins=top_k_cuda.BINS, aligned=inputs.aligned, **arithmetic,
         per=tiles.evidence_chunks, stages=tiles.evidence_stages, num_warps=tiles.evidence_warps,
     )  # fmt: skip
     clip = spec.lambda_clip if rows == 1 else spec.lambda_clip_multi
@@ -185,29 +155,7 @@ def select_rows(
             peak, ahead, behind, reach = ahead, behind, ahead, reach + by
         launch(
             scores.refine_wide, (stretches, every),
-            log_s, peak, log_position, *which, keys, batch, size, *refining, exclusive=exclusive, **shape,
+            log_s, peak, log_position, *which, keys, batch, *sizes[2:], *refining, exclusive=exclusive, **shape,
             **arithmetic,
         )  # fmt: skip
-    wanted = sample_rank(k)
-    launch(
-        top_k.sample, (-(-size // (SAMPLED * tiles.sample)), heads, every),
-        keys, *which, bins, batch, size, heads, block=tiles.sample, num_warps=4,
-    )  # fmt: skip
-    launch(
-        top_k.gather, (-(-pieces // tiles.choose_chunks), heads, every),
-        keys, *which, bins, listed, segments, list_key, list_at, batch, size, pieces, heads, wanted,
-        block=tiles.choose, per=tiles.choose_chunks, stages=tiles.choose_stages, num_warps=tiles.choose_warps,
-    )  # fmt: skip
-    launch(
-        top_k.threshold, (heads, every),
-        keys, *which, bins, listed, segments, list_key, list_at, cut, before, selected,
-        batch, size, pieces, heads, k, wanted,
-        chunk=tiles.choose, block=tiles.listed, block_c=max(power_of_two(pieces), 32), block_k=1024,
-        num_warps=tiles.listed_warps,
-    )  # fmt: skip
-    launch(
-        top_k.write, (pieces, heads, every),
-        *which, segments, list_key, list_at, cut, before, selected, batch, size, pieces, heads, k,
-        chunk=tiles.choose, block=tiles.written, num_warps=2,
-    )  # fmt: skip
-    return selected
+    return top_k_cuda.choose(keys, which, counts, (list_key, list_at), sites, k, tiles)

@@ -45,6 +45,12 @@ def share(
 
 
 @triton.jit
+def pitch_of(size):
+    """Places of a row of logits or norms: a multiple of 16, so that whole vectors are stored and loaded."""
+    return (size + 15) // 16 * 16
+
+
+@triton.jit
 def at_row(values, row, block_batch: tl.constexpr):
     """One of the values [block_batch]; 0 past them."""
     return tl.sum(tl.where(tl.arange(0, block_batch) == row, values, 0), 0)
@@ -94,7 +100,7 @@ def log2(x, on_device: tl.constexpr):
 
 @triton.jit
 def log_norms(keys, block_n: tl.constexpr, block_k: tl.constexpr, on_device: tl.constexpr):
-    """Log of the norms of keys [tokens, width], in float32."""
+    """Log of the norms of keys or values [tokens, width], in float32."""
     if keys.dtype.primitive_bitwidth == 16 and block_k <= 128:
         # Squares on tensor cores, which hold these products exactly: the diagonals of 16 keys times 16 keys. Beside
         # everything else that a tile takes, squares one by one would take longer than the memory does. Wider keys would
@@ -138,11 +144,13 @@ def attend(
     q, k, v, mask, logits, log_norm,
     q_b, q_h, q_q, q_d, k_b, k_h, k_t, k_d, v_b, v_h, v_t, v_d, mask_b, mask_h, mask_q, mask_t,
     head, block, first, last, kv_heads, size, scale, softcap, blocked, has_fill: tl.constexpr,
+    norm_of_values: tl.constexpr,
     queries: tl.constexpr, rows: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
     has_softcap: tl.constexpr, mask_by_row: tl.constexpr, mask_is_bool: tl.constexpr, on_device: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, block_v: tl.constexpr,
 ):  # fmt: skip
-    """Attention of a block of query rows over the tokens [first, last) of a KV head; writes their logits and norms.
+    """Attention of a block of query rows over the tokens [first, last) of a KV head; writes their logits, and norms of
+    the keys, or of the values.
 
     Logits that the mask blocks by False or -inf become `blocked`, which is -inf without `has_fill`.
 
@@ -161,8 +169,9 @@ def attend(
     k_at, v_at = n[:, None] * k_t + dk[None, :] * k_d, n[:, None] * v_t + dv[None, :] * v_d
     k_here = k + b * k_b + h * k_h + first.to(tl.int64) * k_t
     v_here = v + b * v_b + h * v_h + first.to(tl.int64) * v_t
-    logits_base = logits + head.to(tl.int64) * rows * size
-    norm_base = log_norm + head.to(tl.int64) * size
+    pitch = pitch_of(size)
+    logits_base = logits + head.to(tl.int64) * rows * pitch
+    norm_base = log_norm + head.to(tl.int64) * pitch
 
     largest = tl.full([block_m], NEG_INF, tl.float32)
     total = tl.zeros([block_m, block_n], tl.float32)
@@ -191,10 +200,10 @@ def attend(
         if has_fill:
             x = tl.where(inside[None, :], x, NEG_INF)
         # To the end of the tile, so that whether a store is wanted does not change within a vector.
-        written = start + n < size
-        at = logits_base + m[:, None] * size + (start + n)[None, :]
+        written = start + n < pitch
+        at = logits_base + m[:, None] * pitch + (start + n)[None, :]
         tl.store(at, x, mask=(m < rows)[:, None] & written[None, :])
-        if block == 0:
+        if block == 0 and not norm_of_values:
             tl.store(norm_base + start + n, log_norms(k_tile, block_n, block_k, on_device), mask=written)
 
         before = largest
@@ -207,6 +216,8 @@ def attend(
         if value_dim != block_v:
             value_inside = value_inside & (dv < value_dim)[None, :]
         v_tile = tl.load(v_here + v_at, mask=value_inside, other=0.0)
+        if block == 0 and norm_of_values:
+            tl.store(norm_base + start + n, log_norms(v_tile, block_n, block_v, on_device), mask=written)
         out = tl.dot(weights.to(v_tile.dtype), v_tile, out * fade[:, None], input_precision="ieee")
         k_here += block_n * k_t
         v_here += block_n * v_t
@@ -219,7 +230,7 @@ def split(
     q_b, q_h, q_q, q_d, k_b, k_h, k_t, k_d, v_b, v_h, v_t, v_d, mask_b, mask_h, mask_q, mask_t,
     batch, kv_heads, size, max_splits, programs, scale, softcap,
     queries: tl.constexpr, rows: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr, width: tl.constexpr,
-    has_softcap: tl.constexpr, has_fill: tl.constexpr, fill: tl.constexpr,
+    has_softcap: tl.constexpr, has_fill: tl.constexpr, fill: tl.constexpr, norm_of_values: tl.constexpr,
     mask_by_row: tl.constexpr, mask_is_bool: tl.constexpr, on_device: tl.constexpr,
     block_batch: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr,
     block_k: tl.constexpr, block_v: tl.constexpr,
@@ -230,7 +241,7 @@ def split(
 
     Writes, where there is work and nowhere else, contiguous float32: partial [B * Hkv, max_splits, rows, width], which
     is the weighted values, then from column width - 4 the largest logit and the sum of weights; logits
-    [B, Hkv, rows, N] and log_norm [B, Hkv, N].
+    [B, Hkv, rows, pitch] and log_norm [B, Hkv, pitch].
     """
     blocks: tl.constexpr = (rows + block_m - 1) // block_m
     row, head, block, index, first, last = place(
@@ -245,7 +256,7 @@ def split(
     out, largest, total = attend(
         q, k, v, mask, logits, log_norm,
         q_b, q_h, q_q, q_d, k_b, k_h, k_t, k_d, v_b, v_h, v_t, v_d, mask_b, mask_h, mask_q, mask_t,
-        head, block, first, last, kv_heads, size, scale, softcap, blocked, has_fill,
+        head, block, first, last, kv_heads, size, scale, softcap, blocked, has_fill, norm_of_values,
         queries, rows, key_dim, value_dim, has_softcap, mask_by_row, mask_is_bool, on_device,
         block_m, block_n, block_k, block_v,
     )  # fmt: skip
@@ -312,7 +323,7 @@ def merged(
         # every step slower.
         summed = tl.zeros([block_v], tl.float32)
         length = at_row(lengths, b, block_batch)
-        row_logits = logits + (head.to(tl.int64) * rows + m) * size
+        row_logits = logits + (head.to(tl.int64) * rows + m) * pitch_of(size)
         values_here = v + b.to(tl.int64) * v_b + h.to(tl.int64) * v_h
         for start in tl.range(0, length, block_n):
             t = start + tl.arange(0, block_n)

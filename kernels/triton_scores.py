@@ -2,7 +2,8 @@
 
 Three kernels in turn, over chunks of positions. The last axis of the grid, b, is the row of the batch of one of several
 sites, site by site; what belongs to a row of the batch is at `b % batch`. Of what the sites have in tensors of their
-own, `inputs` holds the addresses: logits, then log-sum-exps, then log-norms.
+own, `inputs` holds the addresses: logits, then log-sum-exps, then log-norms. `size` is the places of a row of those and
+of what is made here, `places` those of a row of `log_position`.
 
     evidence   logits → log of the power mean over the rows of a head, and what fusion needs of each chunk (PARTIALS)
     weigh      the weights of evidence and prior per head, from all chunks
@@ -112,9 +113,9 @@ def log_mean(
 @triton.jit
 def evidence(
     inputs, log_position, slow_rows, status, extent, mean, partials, bins, listed,
-    batch, sites, size, chunks, stride_b, stride_h, stride_r, norm_scale, alpha, per_alpha, aligned: tl.constexpr,
-    heads: tl.constexpr, rows: tl.constexpr, block_r: tl.constexpr, block: tl.constexpr, geometric: tl.constexpr,
-    n_bins: tl.constexpr, fast: tl.constexpr, per: tl.constexpr, stages: tl.constexpr,
+    batch, sites, size, places, chunks, stride_b, stride_h, stride_r, norm_scale, alpha, per_alpha,
+    aligned: tl.constexpr, heads: tl.constexpr, rows: tl.constexpr, block_r: tl.constexpr, block: tl.constexpr,
+    geometric: tl.constexpr, n_bins: tl.constexpr, fast: tl.constexpr, per: tl.constexpr, stages: tl.constexpr,
 ):  # fmt: skip
     """Log of the power mean over the rows, the partial sums of each chunk, and zero in what is counted later.
 
@@ -131,7 +132,7 @@ def evidence(
     logits += row.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
     lse += own_head * rows
     log_norm += own_head * size
-    log_position += row.to(tl.int64) * size
+    log_position += row.to(tl.int64) * places
     uniform = -tl.log(length.to(tl.float32))
     if first == 0:
         tl.store(bins + head * n_bins + tl.arange(0, n_bins), tl.zeros([n_bins], tl.int32))
@@ -139,8 +140,7 @@ def evidence(
     for chunk in tl.range(first, tl.minimum(first + per, tl.cdiv(length, block)), num_stages=stages):
         t = chunk * block + tl.arange(0, block)
         read = t < read_until(length, size)
-        place = tl.load(log_position + t, read, other=NEG_INF)
-        place = tl.where(t < length, place, NEG_INF)
+        place = tl.load(log_position + t, t < length, other=NEG_INF)
         norm = tl.load(log_norm + t, read, other=0.0)
         log_f = log_mean(
             logits, lse, t, read, uniform, stride_r, alpha, per_alpha, rows, block_r, block, geometric, fast
@@ -220,13 +220,13 @@ def load_weights(weights, b, heads: tl.constexpr, block_h: tl.constexpr):
 
 @triton.jit
 def load_terms(
-    mean, inputs, log_position, b, t, h, length, batch, sites, size,
+    mean, inputs, log_position, b, t, h, length, batch, sites, size, places,
     aligned: tl.constexpr, heads: tl.constexpr, block_h: tl.constexpr,
 ):  # fmt: skip
     """What `blended` takes, at positions t of heads h: log f but for a constant, places, and norms."""
     read = (t >= 0) & (t < read_until(length, size))
     row = b % batch
-    place = tl.load(log_position + row.to(tl.int64) * size + t, read, other=NEG_INF)
+    place = tl.load(log_position + row.to(tl.int64) * places + t, (t >= 0) & (t < length), other=NEG_INF)
     if heads < block_h:
         read = read & (h < heads)
     x = tl.load(mean + (b * heads).to(tl.int64) * size + (h * size + t), read, other=ZERO)
@@ -289,7 +289,7 @@ def fours_max(first, between, last):
 @triton.jit
 def refine(
     mean, inputs, log_position, weights, slow_rows, status, extent, staged, keys,
-    batch, sites, size, norm_scale, nms_alpha, cross_alpha, per_temperature, aligned: tl.constexpr,
+    batch, sites, size, places, norm_scale, nms_alpha, cross_alpha, per_temperature, aligned: tl.constexpr,
     heads: tl.constexpr, radius: tl.constexpr, block: tl.constexpr, block_h: tl.constexpr, exclusive: tl.constexpr,
     fast: tl.constexpr,
 ):  # fmt: skip
@@ -308,7 +308,7 @@ def refine(
     i, h = tile_index(block, block_h)
     t = start - radius + i
     x, place, norm = load_terms(
-        mean, inputs, log_position, b, t, h, length, batch, sites, size, aligned, heads, block_h
+        mean, inputs, log_position, b, t, h, length, batch, sites, size, places, aligned, heads, block_h
     )
     add_f, add_r = load_weights(weights, b, heads, block_h)
     log_s = blended(x, place, norm, add_f, add_r, norm_scale, fast)
@@ -335,8 +335,7 @@ def refine(
         log_s = tl.load(own + (i + radius), (h < heads) & (i < block - radius), other=ZERO)
     t = start + i
     inside = (i < block - 2 * radius) & (t < read_until(length, size))
-    place = tl.load(log_position + row.to(tl.int64) * size + t, inside, other=NEG_INF)
-    place = tl.where(t < length, place, NEG_INF)
+    place = tl.load(log_position + row.to(tl.int64) * places + t, inside & (t < length), other=NEG_INF)
     key = keys_of(log_s, peak, place, h, nms_alpha, cross_alpha, per_temperature, heads, block_h, exclusive, fast)
     tl.store(keys + (b * heads).to(tl.int64) * size + (h * size + t), key, (h < heads) & inside)
 
@@ -344,7 +343,7 @@ def refine(
 @triton.jit
 def blend(
     mean, inputs, log_position, weights, slow_rows, status, extent, log_s,
-    batch, sites, size, norm_scale, aligned: tl.constexpr,
+    batch, sites, size, places, norm_scale, aligned: tl.constexpr,
     heads: tl.constexpr, block: tl.constexpr, block_h: tl.constexpr, fast: tl.constexpr,
 ):  # fmt: skip
     """Log s [sites * B, H, N], for windows too wide for `refine`."""
@@ -355,7 +354,7 @@ def blend(
     column, h = tile_index(block, block_h)
     t = tl.program_id(0) * block + column
     x, place, norm = load_terms(
-        mean, inputs, log_position, b, t, h, length, batch, sites, size, aligned, heads, block_h
+        mean, inputs, log_position, b, t, h, length, batch, sites, size, places, aligned, heads, block_h
     )
     add_f, add_r = load_weights(weights, b, heads, block_h)
     found = blended(x, place, norm, add_f, add_r, norm_scale, fast)
@@ -385,7 +384,7 @@ def widen(x, out, slow_rows, status, extent, batch, size, heads, by, block: tl.c
 @triton.jit
 def refine_wide(
     log_s, peak, log_position, slow_rows, status, extent, keys,
-    batch, size, nms_alpha, cross_alpha, per_temperature,
+    batch, size, places, nms_alpha, cross_alpha, per_temperature,
     heads: tl.constexpr, block: tl.constexpr, block_h: tl.constexpr, exclusive: tl.constexpr, fast: tl.constexpr,
 ):  # fmt: skip
     """`refine` from blended scores and windowed maxima that are there already. `keys` may be `peak`'s memory."""
@@ -395,11 +394,9 @@ def refine_wide(
         return
     column, h = tile_index(block, block_h)
     t = tl.program_id(0) * block + column
-    read = t < read_until(length, size)
-    place = tl.load(log_position + (b % batch).to(tl.int64) * size + t, read, other=NEG_INF)
-    place = tl.where(t < length, place, NEG_INF)
+    place = tl.load(log_position + (b % batch).to(tl.int64) * places + t, t < length, other=NEG_INF)
     first = (b * heads).to(tl.int64) * size + (h * size + t)
     real = (h < heads) & (t < length)
     x, top = tl.load(log_s + first, real, other=ZERO), tl.load(peak + first, real, other=ZERO)
     key = keys_of(x, top, place, h, nms_alpha, cross_alpha, per_temperature, heads, block_h, exclusive, fast)
-    tl.store(keys + first, key, (h < heads) & read)
+    tl.store(keys + first, key, (h < heads) & (t < read_until(length, size)))

@@ -19,6 +19,7 @@ from torch import fx
 from sfi_compile import policies
 from sfi_compile.compat.dynamo import add_static_input, copy_graph_module, example, new_graph_module
 from sfi_compile.config import Config
+from sfi_compile.kernels.heuristics import padded
 from sfi_compile.ops import RowStatus
 from sfi_compile.passes import axes
 from sfi_compile.passes.base import Builder, Pass, StateTensor, Work, substituted, transfer
@@ -39,8 +40,9 @@ PER_SITE = ("sfi_held", "sfi_mem_k", "sfi_mem_v")
 """State of one site: positions [B, Hkv, S], keys [B, Hkv, S, Dk], values [B, Hkv, S, Dv]."""
 STARTED, QUERIES = "sfi_started_at", "sfi_queries"
 """With an `evidence_window` W: where rows' sequences began, [B], shared, and a site's last queries, [B, Hq, W, Dk]."""
-HISTORY = "sfi_history"
-"""Of a policy that keeps it: what a site has attended to, float32 [B, Hkv, N]; with `STARTED`."""
+SINCE, HISTORY = "sfi_since", "sfi_history"
+"""Of a policy that keeps it: tokens since each row's last slow step, 0 where its sequence begins, [B], shared; and what
+a site has attended to, float32 [B, Hkv, N rounded up to whole vectors]."""
 
 
 def of_site(config: Config, site: Site, number: int, sites: int) -> Config:
@@ -62,7 +64,8 @@ def memory_layout(site: Site, config: Config) -> tuple[int, int]:
 
 def shared_state(config: Config) -> dict[str, torch.dtype]:
     """What all sites of a device share, each [B]."""
-    return {**SHARED, STARTED: torch.int64} if config.evidence_window > 1 or _keeps_history(config) else SHARED
+    started = {STARTED: torch.int64} if config.evidence_window > 1 else {}
+    return {**SHARED, **started, **({SINCE: torch.int64} if _keeps_history(config) else {})}
 
 
 def site_state(site: Site, config: Config) -> tuple[str, ...]:
@@ -105,7 +108,7 @@ def state_of(sites: tuple[Site, ...], config: Config) -> tuple[StateTensor, ...]
             shape = (site.batch, site.query_heads, max(config.evidence_window, site.query_len), site.key_dim)
             state.append(StateTensor(f"{QUERIES}_{i}", shape, site.dtype, site.device))
         if _keeps_history(config):
-            of_all = (site.batch, site.kv_heads, site.context)
+            of_all = (site.batch, site.kv_heads, padded(site.context))
             state.append(StateTensor(f"{HISTORY}_{i}", of_all, torch.float32, site.device))
     return tuple(state)
 
@@ -284,8 +287,7 @@ def _slow_branch(b: Builder, n: dict[str, fx.Node], site: Site, work: Work) -> f
     kept = {"position": n["sfi_position"]} if site.query_len > 1 and QUERIES not in n else {}
     if HISTORY in n:
         kept["history"] = n[HISTORY]
-        told = (n["sfi_position"], n[STARTED], spec)
-        b.call(sfi.accumulate.default, logits, rows, status, extent, *told, n[HISTORY])
+        b.call(sfi.accumulate.default, logits, rows, status, extent, n[SINCE], spec, n[HISTORY])
     if policy.reads_values:
         kept["values"] = n["v"]
     selected = b.call(sfi.select.default, *asked, **kept)

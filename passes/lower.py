@@ -19,9 +19,9 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from sfi_compile import ops
+from sfi_compile import ops, policies
 from sfi_compile.compat.dynamo import example, fake_mode_of, module_path
-from sfi_compile.kernels import lowering
+from sfi_compile.kernels import attended_cuda, lowering
 from sfi_compile.ops import device
 from sfi_compile.ops.slow import parse_spec
 from sfi_compile.passes import counters, linears, shared_values
@@ -89,9 +89,9 @@ def _without_kernels(work: Work) -> Rejection | None:
     for node in work.variants[0].graph.nodes:
         if node.target is not _SFI.select.default:
             continue
-        policy = parse_spec(node.args[6]).policy
-        if policy != "sfi":
-            found, hint = f"policy {policy!r}, which is no kernel", "policy='sfi'"
+        policy = policies.parse(parse_spec(node.args[6]).policy)
+        if policy.name != "sfi" and (policy.attended is None or policy.attended.ahead > attended_cuda.MOST_AHEAD):
+            found, hint = f"policy {policy.to_text()!r}, which is no kernel", "policy='sfi' or policy='reach'"
             return Rejection("kernel-policy", "graph", found, hint)
         if len(node.args) > 7:
             found, hint = "queries of earlier tokens, which no kernel reads", "evidence_window=1"
@@ -106,6 +106,12 @@ def _without_kernels(work: Work) -> Rejection | None:
             explanation = f"blocked logits become {fill.name}, which is no number"
             return Rejection("kernel-fill", module_path(node), explanation, "mask with False, or with one number")
     return None
+
+
+def _by_value(select: fx.Node) -> bool:
+    """Whether a selection looks at the values, of which kernels then know the norms."""
+    attended = policies.parse(parse_spec(select.args[6]).policy).attended  # type: ignore[arg-type]
+    return attended is not None and attended.by_value
 
 
 def _fill(dense: fx.Node) -> fx.Node | None:
@@ -125,6 +131,8 @@ def _on_device(graph: fx.Graph, tracer: Tracer) -> None:
     settled: set[Any] = set()
     unsettled: dict[fx.Node, _Unsettled] = {}
     packs: dict[Any, fx.Node] = {n.args[8]: n for n in nodes if n.target is _SFI.pack.default}
+    by_value = any(_by_value(n) for n in nodes if n.target is _SFI.select.default)
+    accumulates = {n.args[6]: n for n in nodes if n.target is _SFI.accumulate.default}
     slow_rows = next((n.args[4] for n in nodes if n.target is _SFI.dense_attention.default), None)
     for node in nodes:
         arguments: tuple[Any, ...] = node.args
@@ -144,7 +152,7 @@ def _on_device(graph: fx.Graph, tracer: Tracer) -> None:
                 *attended, scale, status, context = arguments[:9]
                 fill = _fill(node)
                 number = None if fill is None else constant_of(fill)
-                form = (*arguments[9:11], *_DEFAULTS[len(arguments[9:11]) :], number)
+                form = (*arguments[9:11], *_DEFAULTS[len(arguments[9:11]) :], number, by_value)
                 out, *found = _parts(graph, 4, _SFI.dense_decode.default, *attended, scale, *form)
                 unsettled[found[0]] = _Unsettled(found[1], attended[4], attended[5], status)
                 # Once for all layers of one mask: again, it changes nothing.
@@ -161,7 +169,7 @@ def _on_device(graph: fx.Graph, tracer: Tracer) -> None:
         found_by = [unsettled.pop(pack.args[2].args[0]) for pack in several]  # type: ignore[union-attr, arg-type]
         with graph.inserting_before(several[-1]):
             _settle(graph, tracer, found_by)
-        _refresh(graph, several, by_products)
+        _refresh(graph, several, by_products, accumulates)
     for alike in _grouped(unsettled.values()):
         with graph.inserting_before(alike[-1].lse.next):
             _settle(graph, tracer, alike)
@@ -238,19 +246,31 @@ def _part(node: fx.Node) -> Any:
     return node.args if node.target is operator.getitem else node
 
 
-def _refresh(graph: fx.Graph, packs: list[fx.Node], by_products: dict[fx.Node, tuple[fx.Node, ...]]) -> None:
-    """Replace `sfi::pack` and `sfi::select` of some sites by one operator, where the last of them was."""
+def _refresh(
+    graph: fx.Graph,
+    packs: list[fx.Node],
+    by_products: dict[fx.Node, tuple[fx.Node, ...]],
+    accumulates: dict[Any, fx.Node],
+) -> None:
+    """Replace `sfi::pack`, `sfi::select` and `sfi::accumulate` of some sites by one operator, where the last was."""
     arguments: list[tuple[Any, ...]] = [pack.args for pack in packs]
     evidence = [by_products[a[2].args[0]] for a in arguments]
     _, _, select, frame, slow_rows, status, sink = arguments[-1][:7]
     extent, log_position, spec = select.args[4:]
-    lists = [list(x) for x in zip(*(e + a[:2] + a[7:] for e, a in zip(evidence, arguments, strict=True)), strict=True)]
+    kept = [accumulates[a[2].kwargs["history"]] for a in arguments if "history" in a[2].kwargs]
+    since = kept[-1].args[4] if kept else status
+    position = extent.args[0].args[2]  # of `sfi::frame`
+    lists = [list(x) for x in zip(*(e + a[:2] for e, a in zip(evidence, arguments, strict=True)), strict=True)]
+    memory = [list(x) for x in zip(*(a[7:] for a in arguments), strict=True)]
     with graph.inserting_before(packs[-1]):
-        shared = (frame, slow_rows, status, extent, log_position)
-        _call(graph, _SFI.refresh_rows.default, *lists, *shared, spec, sink)
+        shared = (frame, slow_rows, status, extent, position, since, log_position)
+        operands = (*lists, [n.args[6] for n in kept], *memory, *shared)
+        _call(graph, _SFI.refresh_rows.default, *operands, spec, sink)
     for pack, given in zip(packs, arguments, strict=True):
         graph.erase_node(pack)
         graph.erase_node(given[2])
+    for node in kept:
+        graph.erase_node(node)
 
 
 def _call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:

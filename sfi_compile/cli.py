@@ -214,11 +214,11 @@ def bench(
 
 @app.command(
     name="eval",
-    epilog="Example: sfi eval --policy paper-speed,topk --keep 0.1,0.2 --task natural,copy --json eval.jsonl",
+    epilog="Example: sfi eval --policy balanced,topk --keep 0.1,0.2 --task natural,copy --json eval.jsonl",
 )
 def evaluate(
     model: Model = "smollm2",
-    policy: Annotated[str, typer.Option(help="Policies or presets to compare; comma-separated.")] = "paper-speed",
+    policy: Annotated[str, typer.Option(help="Policies or presets to compare; comma-separated.")] = "balanced",
     keep: Annotated[str, typer.Option(help="Shares of the context that a memory holds; comma-separated.")] = "0.1,0.2",
     context: Annotated[str, typer.Option(help="Tokens before the first step; comma-separated.")] = "2048",
     task: Annotated[str, typer.Option(help="natural, copy, lookup, needle; comma-separated.")] = "natural,copy,lookup",

@@ -18,31 +18,37 @@ POSITION_BETA = -math.log(0.6) / 0.9
 """Decay of the position prior (dimensionless); published constant, not an option."""
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "paper-speed": {
-        "k_head": 1536,
-        "nms_alpha": 1.0,
-        "exclusivity_alpha": 0.85,
-        "lambda_clip": 0.35,
-        "lambda_clip_multi": 0.25,
-        "refresh_interval": 32,
-    },
-    "paper-quality": {
-        "k_head": 4096,
-        "nms_alpha": 0.5,
-        "exclusivity_alpha": 0.35,
-        "lambda_clip": 0.01,
-        "lambda_clip_multi": 0.01,
-        "refresh_interval": 96,
-    },
     "balanced": {
         "policy": "reach",
         "recent": 160,
         "refresh_interval": 18,
         "min_refresh_gap": 18,
     },
+    "paper-speed": {
+        "policy": "sfi",
+        "k_head": 1536,
+        "recent": 256,
+        "nms_alpha": 1.0,
+        "exclusivity_alpha": 0.85,
+        "lambda_clip": 0.35,
+        "lambda_clip_multi": 0.25,
+        "refresh_interval": 32,
+        "min_refresh_gap": 16,
+    },
+    "paper-quality": {
+        "policy": "sfi",
+        "k_head": 4096,
+        "recent": 256,
+        "nms_alpha": 0.5,
+        "exclusivity_alpha": 0.35,
+        "lambda_clip": 0.01,
+        "lambda_clip_multi": 0.01,
+        "refresh_interval": 96,
+        "min_refresh_gap": 16,
+    },
 }
-"""The two published settings (arXiv 2603.12038), and one chosen by measurement on a small model
-(docs/results/fidelity.md); explicit options win over them."""
+"""One chosen by measurement on a small model (docs/results/fidelity.md), which is the default, and the two published
+settings (arXiv 2603.12038); explicit options win over them."""
 
 
 class OptionError(ValueError):
@@ -93,19 +99,19 @@ class SelectorSpec:
 class Config:
     """Everything a user can set. Token counts are positions of the KV cache; weights are dimensionless."""
 
-    preset: str = "paper-speed"
+    preset: str = "balanced"
     """Named group of defaults: one of `PRESETS`."""
-    policy: str = "sfi"
+    policy: str = "reach"
     """What a refresh selects: a name of `sfi_compile.policies`, `name(field=value)`, or a policy itself."""
     sink: int = 4
     """First valid tokens of a row that every support keeps (>= 0)."""
-    recent: int = 256
+    recent: int = 160
     """Tokens up to the refresh position that every support keeps; the segment then grows (>= 1)."""
     k_head: int = 1536
     """Most tokens chosen per KV head at a refresh (>= 1)."""
-    refresh_interval: int = 32
+    refresh_interval: int = 18
     """A row is slow at the latest this many tokens after its last refresh (>= 1)."""
-    min_refresh_gap: int = 16
+    min_refresh_gap: int = 18
     """A boundary token makes a row slow only this many tokens after its last refresh (>= 0)."""
     sentence_cooldown: int = 2
     """Steps after a boundary refresh in which further boundary tokens are ignored (>= 0)."""
@@ -179,15 +185,24 @@ class Config:
             raise _refuse("preset", preset, "one of " + ", ".join(map(repr, PRESETS)))
         merged = {**PRESETS[preset], **given}
         config = cls(**{key: _CHECKS[key](key, value) for key, value in merged.items()})
-        policy = _policy_of(config.policy) if "policy" in merged else None
-        if policy is not None:
-            config = dataclasses.replace(config, evidence_window=max(config.evidence_window, policy.window))
-        if policy is not None and policy.reads_memory:
+        policy = _policy_of(config.policy)
+        for key in given:
+            if key in OF_THE_PAPERS_SELECTOR and policy.name != "sfi":
+                raise _refuse(key, given[key], f"with policy 'sfi' only, and the policy is {config.policy!r}")
+        config = dataclasses.replace(config, evidence_window=max(config.evidence_window, policy.window))
+        if policy.reads_memory:
             # It chooses at every step.
             if given.get("refresh_interval", 1) != 1:
                 raise _refuse("refresh_interval", given["refresh_interval"], f"1 with policy {config.policy!r}")
             config = dataclasses.replace(config, refresh_interval=1)
         return config
+
+
+OF_THE_PAPERS_SELECTOR = frozenset(
+    "alpha norm_weight norm_gamma position_weight position_power position_eta lambda_clip lambda_clip_multi nms_window "
+    "nms_alpha exclusivity_alpha exclusivity_temperature".split()
+)
+"""Options that no policy but `sfi` reads."""
 
 
 def within(config: Config, context: int) -> Config:

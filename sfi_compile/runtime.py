@@ -31,7 +31,7 @@ _WARNINGS = {
 }
 
 
-TOLD = ("sfi_slow_rows", "sfi_status", "sfi_refreshed_at", "sfi_started_at")
+TOLD = ("sfi_slow_rows", "sfi_status", "sfi_refreshed_at", "sfi_started_at", "sfi_since")
 """What the host tells the device before a slow step, of the state that sites share."""
 
 
@@ -109,6 +109,8 @@ class DecodeRunner:
             self._count(position, why)
             if slow:
                 self.unsettled = position, why
+                for row, reason in zip(self.rows, why, strict=True):
+                    row.slow_at = row.slow_at if reason is None else position
             if status is not RowStatus.SPLIT:
                 self._remember(args, position)
             return out
@@ -131,7 +133,7 @@ class DecodeRunner:
         for b, row in enumerate(self.rows):
             continues = trusted and read.same[b]
             if not continues:
-                row.context, row.started_at = 0, first  # another sequence, of a length that is not known
+                row.context, row.started_at, row.slow_at = 0, first, None  # another, of a length that is not known
             ends = bool(read.tokens) and any(token in self.boundary for token in read.tokens[b])
             why.append(trigger(row, self.config, last, continues, ends))
         return last, why, RowStatus.SPLIT if split else RowStatus.READY
@@ -173,6 +175,7 @@ class DecodeRunner:
                 position if now else row.refreshed_at for row, now in zip(self.rows, slow, strict=True)
             ],
             "sfi_started_at": [row.started_at for row in self.rows],
+            "sfi_since": [0 if row.slow_at is None else position - row.slow_at for row in self.rows],
         }
         self.announcement.tell(values)
 

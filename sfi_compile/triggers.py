@@ -33,6 +33,8 @@ class Row:
     """Valid tokens at the last step."""
     started_at: int = 0
     """Position of the first token that the row was fed as part of this sequence."""
+    slow_at: int | None = None
+    """Position of the last slow step of this sequence; None: there was none."""
     support: float = 0.0
     """Tokens per KV head that the memories held after the last refresh (mean over heads)."""
     quiet_until: int = 0

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sfi_compile.config import POSITION_BETA, PRESETS, Config, OptionError, SelectorSpec, within
+from sfi_compile.config import OF_THE_PAPERS_SELECTOR, POSITION_BETA, PRESETS, Config, OptionError, SelectorSpec, within
 
 WHOLE = {
     "evidence_window": 1,
@@ -32,6 +32,8 @@ POSITIVE = ["position_power", "exclusivity_temperature"]
 WEIGHTS = ["norm_weight", "norm_gamma", "position_weight", "position_eta", "nms_alpha", "exclusivity_alpha"]
 REALS = SHARES + POSITIVE + WEIGHTS
 OTHERS = ["preset", "policy", "boundary_token_ids", "strict", "mode", "combo_kernels", "dump"]
+OF_SFI = [*REALS, "nms_window"]
+"""What the paper's selector alone reads."""
 FIELDS = [f.name for f in dataclasses.fields(Config)]
 
 
@@ -42,6 +44,11 @@ class Index:
         return 7
 
 
+def read_by_its_policy(options: dict[str, Any]) -> dict[str, Any]:
+    """The same with a preset whose policy reads all of them."""
+    return {"preset": "paper-speed", **options} if set(options) & set(OF_SFI) else options
+
+
 def refusal(options: Any) -> str:
     with pytest.raises(OptionError) as caught:
         Config.from_options(options)
@@ -49,7 +56,7 @@ def refusal(options: Any) -> str:
 
 
 def assert_refused(key: str, value: object, allowed: str) -> None:
-    message = refusal({key: value})
+    message = refusal(read_by_its_policy({key: value}))
     assert message.startswith("sfi: ")
     assert repr(key) in message
     assert repr(value) in message
@@ -71,8 +78,9 @@ def test_no_options_give_the_defaults(options: Any) -> None:
 
 def test_default_values() -> None:
     config = Config()
-    assert config.preset == "paper-speed"
-    assert (config.sink, config.recent, config.min_refresh_gap, config.sentence_cooldown) == (4, 256, 16, 2)
+    assert (config.preset, config.policy, config.evidence_window) == ("balanced", "reach", 1)
+    assert (config.sink, config.recent, config.min_refresh_gap, config.sentence_cooldown) == (4, 160, 18, 2)
+    assert (config.k_head, config.refresh_interval) == (1536, 18)
     assert (config.alpha, config.norm_weight, config.norm_gamma) == (0.5, 1.0, 0.5)
     assert (config.position_weight, config.position_power, config.position_eta) == (0.7, 1.8, 0.4)
     assert (config.nms_window, config.exclusivity_temperature) == (32, 2.0)
@@ -89,23 +97,26 @@ def test_presets_are_the_published_settings(preset: str, numbers: tuple[float, .
     assert config.preset == preset
     names = ("k_head", "nms_alpha", "exclusivity_alpha", "lambda_clip", "lambda_clip_multi", "refresh_interval")
     assert tuple(getattr(config, name) for name in names) == numbers
-    same = ("sink", "recent", "min_refresh_gap", "sentence_cooldown", "alpha", "nms_window")
+    assert (config.policy, config.evidence_window, config.recent, config.min_refresh_gap) == ("sfi", 1, 256, 16)
+    assert (config.sink, config.sentence_cooldown, config.alpha, config.nms_window) == (4, 2, 0.5, 32)
+    same = ("sink", "sentence_cooldown", "alpha", "nms_window")
     assert all(getattr(config, name) == getattr(Config(), name) for name in same)
 
 
 def test_the_default_preset_is_the_defaults() -> None:
-    assert Config.from_options({"preset": "paper-speed"}) == Config()
+    assert Config.from_options({"preset": Config().preset}) == Config()
+    assert Config.from_options({"preset": "balanced"}) == Config()
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_explicit_options_win_over_the_preset(preset: str) -> None:
     for key, value in PRESETS[preset].items():
-        other = "streaming" if key == "policy" else value / 2 if isinstance(value, float) else value + 1
+        other = "snapkv" if key == "policy" else value / 2 if isinstance(value, float) else value + 1
         for options in ({"preset": preset, key: other}, {key: other, "preset": preset}):
             values = dataclasses.asdict(Config.from_options(options))
             wanted = {**dataclasses.asdict(Config.from_options({"preset": preset})), key: other}
             if key == "policy":  # it asks for as many queries as it wants, and no more
-                wanted["evidence_window"] = 1
+                wanted["evidence_window"] = 32
             assert values == wanted
 
 
@@ -116,13 +127,50 @@ def test_nothing_is_longer_than_the_cache() -> None:
 
 def test_balanced_is_what_was_measured() -> None:
     config = Config.from_options({"preset": "balanced"})
-    assert (config.policy, config.evidence_window, config.recent) == ("reach", 64, 160)
+    assert (config.policy, config.evidence_window, config.recent) == ("reach", 1, 160)
     assert (config.refresh_interval, config.min_refresh_gap, config.k_head) == (18, 18, 1536)
 
 
 @pytest.mark.parametrize("preset", ["paper", "Paper-Speed", "", None, 3, ["paper-speed"], {}, True])
 def test_unknown_presets_are_refused(preset: object) -> None:
-    assert_refused("preset", preset, "one of 'paper-speed', 'paper-quality'")
+    assert_refused("preset", preset, "one of 'balanced', 'paper-speed', 'paper-quality'")
+
+
+# Options that one policy alone reads
+
+
+def test_the_options_of_the_papers_selector_are_known() -> None:
+    assert sorted(OF_SFI) == sorted(OF_THE_PAPERS_SELECTOR)
+
+
+@pytest.mark.parametrize("key", OF_SFI)
+def test_an_option_of_the_papers_selector_is_refused_with_another_policy(key: str) -> None:
+    """Also where it says what counts anyway, and whatever preset the policy differs from."""
+    value = getattr(Config(), key)
+    for options in ({}, {"preset": "balanced"}, {"policy": "topk"}, {"preset": "paper-speed", "policy": "topk"}):
+        message = refusal({**options, key: value})
+        allowed = f"with policy 'sfi' only, and the policy is {options.get('policy', 'reach')!r}"
+        assert message == f"sfi: option {key!r} is {value!r}; allowed: {allowed}"
+    assert "the policy is 'reach(ahead=3)'" in refusal({"policy": "reach(ahead=3)", key: value})
+
+
+@pytest.mark.parametrize("key", OF_SFI)
+@pytest.mark.parametrize("chosen", [{"preset": "paper-speed"}, {"preset": "paper-quality"}, {"policy": "sfi"}])
+def test_an_option_of_the_papers_selector_is_accepted_with_its_policy(key: str, chosen: dict[str, str]) -> None:
+    config = Config.from_options({**chosen, key: 1})
+    assert config.policy == "sfi"
+    assert getattr(config, key) == 1
+    assert getattr(config.selector(), key) == 1
+
+
+def test_what_a_preset_says_of_the_papers_selector_is_no_request() -> None:
+    """Another policy may be tried beside a preset, which the preset's own numbers do not hinder."""
+    config = Config.from_options({"preset": "paper-speed", "policy": "topk"})
+    assert (config.policy, config.recent, config.refresh_interval) == ("topk", 256, 32)
+
+
+def test_a_bad_value_is_told_before_the_policy_that_would_not_read_it() -> None:
+    assert "allowed: a number >= 0 and <= 1" in refusal({"alpha": 2})
 
 
 # Unknown keys
@@ -162,7 +210,7 @@ def test_an_unknown_key_is_found_before_a_wrong_value() -> None:
 def test_whole_numbers(key: str) -> None:
     allowed = f"a whole number >= {WHOLE[key]}"
     for good in (WHOLE[key], WHOLE[key] + 1, 10**6, Index()):
-        found = getattr(Config.from_options({key: good}), key)
+        found = getattr(Config.from_options(read_by_its_policy({key: good})), key)
         assert type(found) is int
         assert found == (7 if isinstance(good, Index) else good)
     for bad in (WHOLE[key] - 1, -5, 1.0, 2.5, math.nan, math.inf, "4", b"4", True, False, [4], (4,), 4j):
@@ -175,7 +223,7 @@ def test_real_numbers(key: str) -> None:
     allowed = f"a number {low}" + (" and <= 1" if key in SHARES else "")
     edges = {"low": 0, "high": 1 if key in SHARES else 1e30}
     for good in (0.25, 1, edges["high"], *([] if key in POSITIVE else [0, 0.0])):
-        found = getattr(Config.from_options({key: good}), key)
+        found = getattr(Config.from_options(read_by_its_policy({key: good})), key)
         assert type(found) is float
         assert found == good
     bad: list[object] = [-0.1, -1, math.nan, math.inf, -math.inf, "0.5", True, False, None, [0.5], 0.5j]

@@ -173,9 +173,12 @@ def test_min_context_overrides_the_model(min_context: int, refresh_interval: int
 @pytest.mark.parametrize(
     ("options", "period"),
     [
-        ({}, 32),
-        ({"boundary_token_ids": (13,)}, 16),
+        ({}, 18),
+        ({"boundary_token_ids": (13,)}, 18),
         ({"boundary_token_ids": (13,), "refresh_interval": 8}, 8),
+        ({"preset": "paper-speed"}, 32),
+        ({"preset": "paper-speed", "boundary_token_ids": (13,)}, 16),
+        ({"preset": "paper-speed", "boundary_token_ids": (13,), "refresh_interval": 8}, 8),
         ({"boundary_token_ids": (13,), "min_refresh_gap": 0}, 3),
         ({"boundary_token_ids": (13,), "min_refresh_gap": 0, "sentence_cooldown": 0}, 1),
     ],
@@ -221,7 +224,7 @@ def test_describe_shows_formulas_numbers_and_the_result() -> None:
     text = model.describe()
     assert "36 site(s)" in text
     assert "36 x SiteShape(batch=4, query_heads=32" in text
-    assert "S = 1/32 of the steps are slow; M = 1828 memory slots" in text
+    assert "S = 1/18 of the steps are slow; M = 1718 memory slots" in text
     for name in FORMULAS:
         assert f"  {name} in all = {getattr(model, name)}\n" in text
     assert f"  dense_bytes of a site = {FORMULAS['dense_bytes']}\n" in text
@@ -232,8 +235,8 @@ def test_as_dict_is_plain_data() -> None:
     model = CostModel.of([LARGE] * 3, Config())
     data = json.loads(json.dumps(model.as_dict()))
     assert data["sites"] == 3
-    assert data["memory_slots"] == 1828
-    assert data["slow_share"] == "1/32"
+    assert data["memory_slots"] == 1718
+    assert data["slow_share"] == "1/18"
     assert data["break_even"] == model.break_even
     assert data["threshold"] == model.threshold
     assert sympy.sympify(data["dense_bytes"], locals={"N": N}) == model.dense_bytes

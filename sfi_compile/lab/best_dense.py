@@ -23,10 +23,10 @@ _PASSES = tuple(InsertGuards(refresh=False) if isinstance(p, InsertGuards) else 
 
 
 def kernel_backend(mode: str | None) -> Callable[..., Any]:
-    """A Dynamo backend: every step is a slow step of ours that selects and remembers nothing."""
+    """A Dynamo backend: every step is a slow step of ours that selects and remembers nothing, not even a history."""
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
-        config = Config.from_options({"min_context": 0})
+        config = Config.from_options({"min_context": 0, "policy": "sfi"})
         work = analyse(gm, pipeline.run(pipeline.SURVEY, Work(config, gm)))
         if not work.matched.sites:
             raise LabError(f"no attention site to compare with: {[str(r) for r in work.matched.rejections]}")

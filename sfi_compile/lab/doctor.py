@@ -31,7 +31,6 @@ OPTIONS: dict[str, Any] = {
     "recent": 8,
     "k_head": 8,
     "refresh_interval": 8,
-    "nms_window": 4,
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-_OURS = "evidence|weigh|refine|refine_wide|blend|widen|sample|gather|threshold|write|pack|append"
+_OURS = "add|carry|evidence|weigh|refine|refine_wide|blend|widen|sample|gather|threshold|write|pack|append"
 _ATTENTION = "memory_attention|dense_decode|^split$|^merge$|flash|fmha|attention|softmax"
 _PRODUCTS = r"gemm|gemv|splitK|cublas|cutlass|nvjet|xmma|triton_\w*_mm|tem_fused.*linear|dot_kernel"
 GROUPS: tuple[tuple[str, re.Pattern[str]], ...] = (

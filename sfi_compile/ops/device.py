@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sfi_compile import policies
 from sfi_compile.kernels import support
+from sfi_compile.kernels.heuristics import padded
 from sfi_compile.ops.registration import fake_of, only_writes, operator
 from sfi_compile.ops.slow import framed, parse_spec
 from sfi_compile.ops.status import RowStatus
@@ -78,14 +80,15 @@ def dense_decode(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     fill: float | None = None,
+    norm_of_values: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Dense attention of the slow rows, and what the selector needs: output, logits, their log-sum-exp, key norms.
+    """Dense attention of the slow rows, and what the selector needs: output, logits, their log-sum-exp, norms.
 
     Shapes and meaning as of `kernels.dense_decode.dense_decode`, which launches it.
     """
     from sfi_compile.kernels.dense_decode import dense_decode as launch
 
-    return launch(q, k, v, mask, slow_rows, extent, scale, softcap, sinks, fill)
+    return launch(q, k, v, mask, slow_rows, extent, scale, softcap, sinks, fill, norm_of_values)
 
 
 @fake_of(dense_decode)
@@ -95,9 +98,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor,
     wide = torch.float32
     return (
         q.new_empty(*q.shape[:3], v.shape[-1]),
-        q.new_empty(batch, kv_heads, rows, size, dtype=wide),
+        q.new_empty(batch, kv_heads, rows, padded(size), dtype=wide),
         q.new_empty(batch, kv_heads, rows, dtype=wide),
-        q.new_empty(batch, kv_heads, size, dtype=wide),
+        q.new_empty(batch, kv_heads, padded(size), dtype=wide),
     )
 
 
@@ -147,6 +150,7 @@ def refresh_rows(
     log_norm: list[Tensor],
     k: list[Tensor],
     v: list[Tensor],
+    history: list[Tensor],
     held: list[Tensor],
     mem_k: list[Tensor],
     mem_v: list[Tensor],
@@ -154,20 +158,25 @@ def refresh_rows(
     slow_rows: Tensor,
     status: Tensor,
     extent: Tensor,
+    position: Tensor,
+    since: Tensor,
     log_position: Tensor,
     spec: str,
     sink: int,
 ) -> None:
     """Evidence → selection → memory of several sites, for the slow rows that are ready for one.
 
-    What it writes are `held`, `mem_k` and `mem_v`. It comes after `sfi::append_rows` of the same sites, which says so.
-    Before or after attention over this memory in the same step makes no difference: that is for the rows that are not
-    slow, of which nothing is written, and reads nothing of the others.
+    What it writes are `held`, `mem_k` and `mem_v`, and `history`, which nothing else in a step reads. It comes after
+    `sfi::append_rows` of the same sites, which says so. Before or after attention over this memory in the same step
+    makes no difference: that is for the rows that are not slow, of which nothing is written, and reads nothing of the
+    others.
 
     Args:
         logits: of each site, as are the other lists, and `lse` and `log_norm`, of `sfi::dense_decode`.
         k: [B, Hkv, N, Dk].
         v: [B, Hkv, N, Dv].
+        history: float32 [B, Hkv, P], of all slow rows, P as of `sfi::dense_decode`; none of a policy that keeps none.
+            Undefined past the position of the row's last slow step.
         held: int64 [B, Hkv, S].
         mem_k: [B, Hkv, S, Dk].
         mem_v: [B, Hkv, S, Dv].
@@ -176,13 +185,22 @@ def refresh_rows(
         status: int64 [B] of `RowStatus`, when all sites are through; left as it is. That it counts as written keeps
             this operator in the step.
         extent: int64 [B, 3].
+        position: int64 [Q], of this step's tokens.
+        since: int64 [B], as of `sfi::accumulate`; without histories, anything.
         log_position: float32 [B, N].
         spec: `SelectorSpec.to_text()`.
         sink: first slot of the selected tokens.
     """
-    from sfi_compile.kernels import pack_cuda, select_cuda
+    from sfi_compile.kernels import attended_cuda, pack_cuda, select_cuda
 
-    chosen = select_cuda.select_rows(logits, lse, log_norm, slow_rows, status, extent, log_position, parse_spec(spec))
+    parsed = parse_spec(spec)
+    attended, found = policies.parse(parsed.policy).attended, (logits, lse, log_norm)
+    most = min(parsed.k_head, k[0].shape[2])
+    if attended is None:
+        chosen = select_cuda.select_rows(*found, slow_rows, status, extent, log_position, parsed, most)
+    else:
+        rows = (slow_rows, status, extent, position, since, log_position)
+        chosen = attended_cuda.select_rows(*found, history, *rows, attended, most)
     pack_cuda.pack_rows(k, v, chosen, frame, slow_rows, status, sink, held, mem_k, mem_v)
 
 

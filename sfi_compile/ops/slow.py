@@ -217,8 +217,7 @@ def accumulate(
     slow_rows: Tensor,
     status: Tensor,
     extent: Tensor,
-    position: Tensor,
-    started_at: Tensor,
+    since: Tensor,
     spec: str,
     history: Tensor,
 ) -> None:
@@ -231,23 +230,21 @@ def accumulate(
         slow_rows: bool [B].
         status: int64 [B] of `RowStatus`.
         extent: int64 [B, 3], of `sfi::frame`.
-        position: int64 [Q], of this step's tokens.
-        started_at: int64 [B], where each row's sequence began.
+        since: int64 [B], tokens since each row's last slow step; 0: its sequence begins.
         spec: `SelectorSpec.to_text()`; its policy says how to add.
-        history: float32 [B, Hkv, N], written; zero where its sequence has attended to nothing.
+        history: float32 [B, Hkv, N or more], written; zero where its sequence has attended to nothing.
     """
     policy = policies.parse(parse_spec(spec).policy)
-    first, lengths = int(position[0]), extent[:, 1].tolist()
-    starts, found = started_at.tolist(), status.tolist()
+    lengths, tokens, found = extent[:, 1].tolist(), since.tolist(), status.tolist()
     for b in _flagged(slow_rows):
-        # A row is slow in the step that begins its sequence, and in that step alone begins where the step does.
-        if starts[b] == first:
+        if not tokens[b]:
             history[b] = 0.0
-        if found[b] <= RowStatus.SHORT:
-            past = history[b, :, : lengths[b]]
-            # All -inf, a query that may attend to nothing adds nothing.
-            own = logits[b, ..., : lengths[b]].softmax(-1).nan_to_num_(0.0).sum(1)
-            past.copy_(policy.accumulated(past, own))
+        past, own = history[b, :, : lengths[b]], logits[b, ..., : lengths[b]]
+        # All -inf, a query that may attend to nothing adds nothing.
+        attention = own.softmax(-1).nan_to_num_(0.0).sum(1)
+        if found[b] > RowStatus.SHORT:
+            attention.zero_()
+        past.copy_(policy.accumulated(past, attention, tokens[b]))
 
 
 fake_of(accumulate)(only_writes)

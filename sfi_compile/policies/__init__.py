@@ -5,7 +5,7 @@ refresh, in the mean over the sites; all go through the same passes and the same
 `config`.
 """
 
-from sfi_compile.policies.base import Evidence, Policy, budget_of, names, parse, register, scores_of
+from sfi_compile.policies.base import Attended, Evidence, Policy, budget_of, names, parse, register, scores_of
 from sfi_compile.policies.fresh import Fresh
 from sfi_compile.policies.h2o import H2O
 from sfi_compile.policies.pyramidkv import PyramidKV
@@ -17,6 +17,6 @@ from sfi_compile.policies.streaming import Streaming
 from sfi_compile.policies.topk import TopK
 
 __all__ = [
-    "H2O", "Evidence", "Fresh", "Policy", "PyramidKV", "Random", "Reach", "Sfi", "SnapKV", "Streaming", "TopK",
-    "budget_of", "names", "parse", "register", "scores_of",
+    "H2O", "Attended", "Evidence", "Fresh", "Policy", "PyramidKV", "Random", "Reach", "Sfi", "SnapKV", "Streaming",
+    "TopK", "budget_of", "names", "parse", "register", "scores_of",
 ]  # fmt: skip

@@ -1,4 +1,5 @@
-"""What a policy is: how a slow step ranks the tokens that a memory may hold. Imports torch and `config`.
+"""What a policy is: how a slow step ranks the tokens that a memory may hold. Imports torch, `config` and
+`kernels.selector`.
 
 A policy is one file, one frozen dataclass, one method. Its fields are its numbers, and graphs carry it as text, so they
 are of the plain kinds that Python writes and reads back: numbers, strings, booleans, and tuples of them.
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sfi_compile.config import SelectorSpec
+from sfi_compile.kernels.selector import MIN_NORM
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +54,39 @@ class Evidence:
 
 
 @dataclasses.dataclass(frozen=True)
+class Attended:
+    """A score that is made of attention alone, position by position, and carried on to later ones.
+
+    f(t) is the attention of a slow step, added to what is left of that of the slow steps before if the policy
+    `keeps_history`, times the norm of the value if `by_value`. The score is `f(t) + weight * max(decay^e * f(t - e))`,
+    e from 0 to `ahead`.
+    """
+
+    fading: float = 1.0
+    """What is left of the history for every token since the last slow step."""
+    per_step: float = 1.0
+    """What is left of it, beside that, at every slow step."""
+    by_value: bool = False
+    weight: float = 0.0
+    ahead: int = 0
+    decay: float = 1.0
+
+    def scores(self, history: Tensor, values: Tensor | None) -> Tensor:
+        """The score in plain torch, from attention added up [H, N] and values [H, N, Dv]: [H, N]."""
+        f = history
+        if values is not None and self.by_value:
+            # What no query may attend to has got nothing, and can hold anything.
+            norm = torch.linalg.vector_norm(values.float(), dim=-1).clamp_min(MIN_NORM)
+            f = torch.where(history > 0, history * norm, 0.0)
+        if not self.weight:
+            return f
+        best = f.clone()
+        for e in range(1, min(self.ahead, f.shape[-1] - 1) + 1):
+            torch.maximum(best[:, e:], f[:, :-e] * self.decay**e, out=best[:, e:])
+        return f + self.weight * best
+
+
+@dataclasses.dataclass(frozen=True)
 class Policy:
     """Base of all policies."""
 
@@ -82,13 +117,20 @@ class Policy:
         """
         return k_head
 
-    def accumulated(self, history: Tensor, attention: Tensor) -> Tensor:
+    @property
+    def attended(self) -> Attended | None:
+        """The numbers of its score if that, and its history, are as `Attended` says: GPUs have kernels for those."""
+        return None
+
+    def accumulated(self, history: Tensor, attention: Tensor, tokens: int) -> Tensor:
         """The history after one more slow step.
 
         Args:
             history: float32 [H, N], before it; zeros where a sequence begins.
             attention: float32 [H, N], the step's own: probabilities, summed over the query heads of a group and the
                 queries of the step. Queries of earlier tokens are not among them, so that none counts twice.
+            tokens: how many the sequence has gone on since the last slow step of this row, this step's included; 0
+                where it begins.
         """
         return history + attention
 

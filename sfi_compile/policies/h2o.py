@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from sfi_compile.policies.base import Evidence, Policy, register
+from sfi_compile.policies.base import Attended, Evidence, Policy, register
 
 
 @register
@@ -29,7 +29,12 @@ class H2O(Policy):
         if not 0.0 <= self.decay <= 1.0:
             self.refuse("decay", "a number >= 0 and <= 1")
 
-    def accumulated(self, history: Tensor, attention: Tensor) -> Tensor:
+    @property
+    def attended(self) -> Attended:
+        """Its numbers."""
+        return Attended(per_step=self.decay)
+
+    def accumulated(self, history: Tensor, attention: Tensor, tokens: int) -> Tensor:
         """The sum, of which each slow step before weighs `decay` times less."""
         return self.decay * history + attention
 

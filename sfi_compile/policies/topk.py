@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from sfi_compile.policies.base import Evidence, Policy, register
+from sfi_compile.policies.base import Attended, Evidence, Policy, register
 
 
 @register
@@ -16,6 +16,11 @@ class TopK(Policy):
     """The largest mean probability over the evidence rows, without prior, suppression or exclusivity."""
 
     name: ClassVar[str] = "topk"
+
+    @property
+    def attended(self) -> Attended:
+        """Its numbers."""
+        return Attended()
 
     def scores(self, evidence: Evidence) -> Tensor:
         """Log of the sum over the rows, which has the order of the mean."""

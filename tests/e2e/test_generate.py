@@ -83,11 +83,12 @@ def test_other_options_later_replace_the_first() -> None:
     assert small.tolist() != full.tolist() == dense(ids).tolist()
 
 
-def test_a_row_alone_is_the_row_in_a_batch() -> None:
+@pytest.mark.parametrize("preset", ["balanced", "paper-speed"])
+def test_a_row_alone_is_the_row_in_a_batch(preset: str) -> None:
     lengths = (21, 9, 15)
     ids, mask = padded(lengths)
     with eager_lowering():
-        model = sfi_compile.accelerate(fresh(), **SMALL, boundary_token_ids=range(3, 40, 5))
+        model = sfi_compile.accelerate(fresh(), **SMALL, preset=preset, boundary_token_ids=range(3, 40, 5))
         together = generate(model, ids, mask)
         for row, length in enumerate(lengths):
             alone = generate(model, ids[row : row + 1, -length:])

@@ -1,11 +1,13 @@
-"""Histories of attention (policy `h2o`): the operator and steps against sums written down literally, in float64.
+"""Histories of attention (`reach`, `h2o`): the operator and steps against sums written down literally, in float64.
 
 Random interleavings of user actions are in tests/property: `World` compares every history with its oracle's.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,12 +34,13 @@ def spec_of(policy: str) -> str:
 
 @pytest.mark.parametrize("decay", [1.0, 0.5, 0.0])
 def test_the_most_attention_over_all_slow_steps_is_chosen(decay: float) -> None:
+    """However many tokens there were between them."""
     policy = policies.H2O(decay=decay)
     g = torch.Generator().manual_seed(0)
     steps = [torch.rand(2, SIZE, generator=g) for _ in range(4)]
     history = torch.zeros(2, SIZE)
-    for attention in steps:
-        history = policy.accumulated(history, attention)
+    for attention, tokens in zip(steps, (0, 3, 1, 18), strict=True):
+        history = policy.accumulated(history, attention, tokens)
     candidates = (torch.arange(SIZE) >= 2) & (torch.arange(SIZE) < 10)
     logits, keys = torch.randn(2, 1, SIZE), torch.full((2, SIZE, 4), math.nan)
     evidence = Evidence(logits, keys, candidates, torch.zeros(SIZE), Config().selector(), history)
@@ -49,9 +52,32 @@ def test_the_most_attention_over_all_slow_steps_is_chosen(decay: float) -> None:
         policies.scores_of(policy, Evidence(logits, keys, candidates, torch.zeros(SIZE), Config().selector()))
 
 
-def test_accumulate_against_literal_loops() -> None:
+@pytest.mark.parametrize("fading", [1.0, 0.9, 0.0])
+def test_a_history_fades_with_every_token(fading: float) -> None:
+    """What was attended to counts less by the tokens since, not by the slow steps since."""
+    policy = policies.Reach(fading=fading)
+    g = torch.Generator().manual_seed(0)
+    steps, between = [torch.rand(2, SIZE, generator=g) for _ in range(4)], (0, 3, 1, 18)
+    history = torch.zeros(2, SIZE)
+    for attention, tokens in zip(steps, between, strict=True):
+        history = policy.accumulated(history, attention, tokens)
+    ages = [sum(between[i + 1 :]) for i in range(4)]
+    wanted = sum(fading**age * attention.double() for age, attention in zip(ages, steps, strict=True))
+    torch.testing.assert_close(history.double(), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("policy", "left"),
+    [
+        ("h2o(decay=0.75)", lambda tokens: 0.75),
+        ("reach(fading=0.75)", lambda tokens: 0.75**tokens),
+        ("reach(fading=0.0)", lambda tokens: float(tokens == 0)),
+    ],
+    ids=["h2o", "reach", "reach-forgets"],
+)
+def test_accumulate_against_literal_loops(policy: str, left: Callable[[int], float]) -> None:
     """Rows that begin, go on, stay short, are broken, or are fast; two tokens, of which one may attend to nothing."""
-    begins, goes_on, short, empty, broken, broken_anew, ahead, fast = range(8)
+    _begins, goes_on, short, empty, broken, broken_anew, ahead, fast = range(8)
     g = torch.Generator().manual_seed(1)
     logits = 3 * torch.randn(8, 2, 4, SIZE, generator=g)
     lengths = torch.tensor([8, 7, 5, 1, 8, 8, 9, 8])
@@ -66,24 +92,29 @@ def test_accumulate_against_literal_loops() -> None:
     status[[short, empty]], status[[broken, broken_anew]] = int(RowStatus.SHORT), int(RowStatus.NOT_FINITE)
     status[ahead] = int(RowStatus.AHEAD)
     extent = torch.stack([lengths, lengths, torch.zeros_like(lengths)], 1)
-    started = torch.tensor([6, 2, 6, 2, 2, 6, 2, 6])
+    since = torch.tensor([0, 2, 0, 7, 3, 0, 5, 0])
     history = torch.rand(8, 2, SIZE, generator=g)
-    wanted = history.double()
-    for b in (begins, goes_on, short, empty, broken_anew):
-        if b in (begins, short, broken_anew):
+    before = history.clone()
+    wanted = before.double()
+    for b in range(fast):
+        tokens, length = int(since[b]), int(lengths[b])
+        if tokens == 0:
             wanted[b] = 0.0
         for h in range(2):
-            for t in range(int(lengths[b]) if b != broken_anew else 0):
-                wanted[b, h, t] *= 0.75
-                for row in logits[b, h].double():
-                    total = sum(math.exp(x) for x in row[: lengths[b]].tolist())
+            for t in range(length):
+                wanted[b, h, t] *= left(tokens)
+                for row in logits[b, h].double() if b not in (broken, broken_anew, ahead) else ():
+                    total = sum(math.exp(x) for x in row[:length].tolist())
                     wanted[b, h, t] += math.exp(float(row[t])) / total if total else 0.0
-    before = history.clone()
-    given = (logits, slow, status, extent, torch.tensor([6, 7]), started)
-    torch.ops.sfi.accumulate(*given, spec_of("h2o(decay=0.75)"), history)
+    torch.ops.sfi.accumulate(logits, slow, status, extent, since, spec_of(policy), history)
     torch.testing.assert_close(history.double(), wanted, rtol=1e-5, atol=1e-6)
-    for b in (broken, ahead, fast):
-        assert torch.equal(history[b], before[b])
+    assert torch.equal(history[fast], before[fast])
+    assert not history[broken_anew].any()
+    for b, h in itertools.product((goes_on, empty), range(2)):
+        # The same as the oracle that kernels are measured against has it.
+        allowed = torch.arange(SIZE) < lengths[b]
+        same = reference.attended(before[b, h].where(allowed, 0.0), logits[b, h], allowed, left(int(since[b])))
+        torch.testing.assert_close(history[b, h].double().where(allowed, 0.0), same, rtol=1e-5, atol=1e-6)
 
 
 def test_select_shows_the_history() -> None:
@@ -100,29 +131,34 @@ def runner_of() -> DecodeRunner:
     return runner
 
 
-def histories(rows: list[int], slow: list[int], steps: list[int]) -> list[Tensor]:
+POLICIES = {"h2o": ("h2o", 1.0), "reach": ("reach(fading=0.9)", 0.9)}
+"""As the options say it; and what is left of a history for every token."""
+
+
+def histories(kept: str, rows: list[int], slow: list[list[int]]) -> list[Tensor]:
     """Of these rows of two, after 14 steps: of every layer, [rows, Hkv, N].
 
     Args:
+        kept: of `POLICIES`.
         rows: which.
-        slow: steps that must be slow.
-        steps: how many of them are, of each row.
+        slow: steps in which each of them must be slow.
     """
+    policy, fading = POLICIES[kept]
     llama = BY_NAME["llama"]
     model, _ = llama.build()
     group = model.config.num_attention_heads // model.config.num_key_value_heads
     ids, fed = prompt(2, 20), prompt(2, 14, 1)
     fed[fed == 7] = 8
     fed[1, 5] = 7
-    forward = compiled(model, **SMALL, policy="h2o", boundary_token_ids=(7,))
+    forward = compiled(model, **SMALL, policy=policy, boundary_token_ids=(7,))
     run = decode(llama, model, forward, ids[rows], 14, 40, fed[rows])
-    assert [i for i, kind in enumerate(run.kinds) if kind == "slow"] == slow
+    assert [i for i, kind in enumerate(run.kinds) if kind == "slow"] == sorted({i for steps in slow for i in steps})
     runner = runner_of()
     found = [runner.state[f"sfi_history_{i}"].clone() for i in range(llama.sites)]
     for history in found:
         # A slow step of a row adds one for each query head of the group.
-        total = group * torch.tensor(steps, dtype=torch.float32)[:, None].expand(history.shape[:2])
-        torch.testing.assert_close(history.sum(-1), total)
+        sums = [group * sum(fading ** (steps[-1] - i) for i in steps) for steps in slow]
+        torch.testing.assert_close(history.sum(-1), torch.tensor(sums)[:, None].expand(history.shape[:2]))
         assert not history[..., 34:].any(), "not written yet"
     decode(llama, model, forward, prompt(len(rows), 22, 5), 1, 40, fed[rows])
     for i in range(llama.sites):
@@ -131,14 +167,15 @@ def histories(rows: list[int], slow: list[int], steps: list[int]) -> list[Tensor
     return found
 
 
-def test_a_row_in_a_batch_has_the_history_that_it_has_alone() -> None:
+@pytest.mark.parametrize("kept", POLICIES)
+def test_a_row_in_a_batch_has_the_history_that_it_has_alone(kept: str) -> None:
     """Slow at steps of its own, by a boundary token; another prompt begins anew."""
     with eager_lowering():
-        together = histories([0, 1], [0, 5, 8, 13], [2, 3])
+        together = histories(kept, [0, 1], [[0, 8], [0, 5, 13]])
     with eager_lowering():
-        first = histories([0], [0, 8], [2])
+        first = histories(kept, [0], [[0, 8]])
     with eager_lowering():
-        second = histories([1], [0, 5, 13], [3])
+        second = histories(kept, [1], [[0, 5, 13]])
     for both, *alone in zip(together, first, second, strict=True):
         torch.testing.assert_close(both, torch.cat(alone), rtol=1e-4, atol=1e-6)
 
@@ -147,10 +184,13 @@ def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Ten
     return toys.SDPA(q, keys, values, attn_mask=toys.written(k, v, keys, values, pos), enable_gqa=True)
 
 
-def test_histories_through_inductor_over_caches_full_of_nan() -> None:
+@pytest.mark.parametrize(
+    ("policy", "left"), [("h2o(decay=0.5)", 0.5), ("reach(fading=0.8,ahead=2)", 0.8**3)], ids=["h2o", "reach"]
+)
+def test_histories_through_inductor_over_caches_full_of_nan(policy: str, left: float) -> None:
     """Slow every third step; what nobody wrote is NaN. A second text in the same cache begins anew."""
     torch._dynamo.reset()
-    options = {"policy": "h2o(decay=0.5)", "min_context": 0, "sink": 1, "recent": 2, "k_head": 3, "refresh_interval": 3}
+    options = {"policy": policy, "min_context": 0, "sink": 1, "recent": 2, "k_head": 3, "refresh_interval": 3}
     forward = torch.compile(step, backend="sfi", options=options)
     keys, values = torch.full((1, 2, SIZE, 4), math.nan), torch.full((1, 2, SIZE, 4), math.nan)
     history: Any = None
@@ -168,10 +208,16 @@ def test_histories_through_inductor_over_caches_full_of_nan() -> None:
                 if slow:
                     mask = (torch.arange(SIZE) <= at)[None, None]
                     logits = reference.logits(q[0], keys[0].nan_to_num(), mask, 0.5)
-                    wanted = 0.5 * wanted + logits.softmax(-1).sum(1)
-                history = runner_of().state["sfi_history_0"][0]
-                torch.testing.assert_close(history.double(), wanted, rtol=1e-5, atol=1e-6)
+                    wanted = left * wanted + logits.softmax(-1).sum(1)
+                history = runner_of().state["sfi_history_0"][0]  # of a whole number of vectors
+                torch.testing.assert_close(history[:, :SIZE].double(), wanted, rtol=1e-5, atol=1e-6)
+                assert not history[:, SIZE:].any()
         held = runner_of().state["sfi_held_0"][0]
+        parsed = policies.parse(policy)
         for h in range(2):
-            best = reference.best(wanted[h], reference.candidates(torch.arange(SIZE) <= 6, 6, 1, 2), 3)
+            scores = wanted[h]
+            if isinstance(parsed, policies.Reach):
+                norms = values[0, h].nan_to_num().double().norm(dim=-1)
+                scores = reference.carried(scores * norms, parsed.weight, parsed.ahead, parsed.decay)
+            best = reference.best(scores, reference.candidates(torch.arange(SIZE) <= 6, 6, 1, 2), 3)
             assert sorted(t for t in held[h].tolist() if t >= 0) == sorted({0, *best, 5, 6, 7, 8})

@@ -31,12 +31,22 @@ def run(name: str, options: dict[str, Any], tokens: Tensor, kernels: bool) -> tu
     return found.logits, found.kinds, sfi_compile.stats().triggers
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt-oss", "deepseek-v3"])
-def test_steps_are_what_plain_torch_computes(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("llama", {}),
+        ("gpt-oss", {}),
+        ("deepseek-v3", {}),
+        ("llama", {"preset": "paper-speed"}),
+        ("llama", {"policy": "h2o(decay=0.5)"}),
+    ],
+    ids=["llama", "gpt-oss", "deepseek-v3", "llama-paper-speed", "llama-h2o"],
+)
+def test_steps_are_what_plain_torch_computes(name: str, more: dict[str, Any]) -> None:
     """Also where only one of two rows is slow."""
     tokens = prompt(2, STEPS, 1)
     tokens[1, 4] = BOUNDARY
-    options = {**SMALL, "min_refresh_gap": 2, "refresh_interval": 5, "boundary_token_ids": (BOUNDARY,)}
+    options = {**SMALL, "min_refresh_gap": 2, "refresh_interval": 5, "boundary_token_ids": (BOUNDARY,), **more}
     logits, kinds, triggers = interpreted(run, name, options, tokens, True)
     wanted, wanted_kinds, wanted_triggers = run(name, options, tokens, False)
     assert kinds == wanted_kinds

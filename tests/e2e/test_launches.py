@@ -31,15 +31,16 @@ APPEND, STILL = "torch.ops.sfi.append_rows.default", "torch.ops.sfi.still.defaul
 OPTIONS = {"min_context": 0, "k_head": 256, "recent": 64}
 
 
-def launched(step: str) -> tuple[list[Launch], int]:
-    """Launches of a slow or fast step of two layers in bfloat16, and the elements of one memory's keys."""
+def launched(step: str, **more: Any) -> tuple[list[Launch], int]:
+    """Launches of a slow or fast step of two layers in bfloat16, and the elements of its smallest large state: of one
+    memory's keys, or of one history where there are any."""
     sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_attention_heads": 8, "num_key_value_heads": 4}
     model = build("Qwen3", **sizes, head_dim=128, num_hidden_layers=2, max_position_embeddings=CONTEXT)()
     model = model.to(torch.bfloat16)
     works: list[tuple[Work, Sequence[Any]]] = []
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        work = pipeline.run(pipeline.ANALYSIS, Work(Config.from_options(OPTIONS), gm))
+        work = pipeline.run(pipeline.ANALYSIS, Work(Config.from_options(OPTIONS | more), gm))
         passes = [Lower(kernels=True) if p.name == "lower" else p for p in pipeline.REWRITE]
         on_cpu = [(counters, "combine"), (linears, "combine"), (shared_values, "keep")]
         with contextlib.ExitStack() as stack:
@@ -55,23 +56,24 @@ def launched(step: str) -> tuple[list[Launch], int]:
         torch.compile(model, backend=backend, dynamic=False)(torch.full((BATCH, 1), 6), **{CACHE: cache})
     [(work, inputs)] = works
     module = work.variants[step == "fast"]
-    memory = next(s for s in work.state if s.name == "sfi_mem_k_0")
+    large = [s for s in work.state if s.name in ("sfi_mem_k_0", "sfi_history_0")]
     with torch._inductor.config.patch(COMBINED):
-        return launches(generated_for(module, [*inputs, *work.added])), memory.allocate().numel()
+        found = launches(generated_for(module, [*inputs, *work.added]))
+    return found, min(s.allocate().numel() for s in large)
 
 
-def copies_nothing(found: list[Launch], memory: int) -> None:
+def copies_nothing(found: list[Launch], state: int) -> None:
     """Inductor copies what two operators write one after the other, and what it cannot write in place."""
     sizes = [max(launch.numbers) for launch in found if "_tem_" not in launch.name and launch.numbers]
     assert len(sizes) >= 10
-    assert max(sizes) < memory
+    assert max(sizes) < state
 
 
 def test_a_fast_layer() -> None:
     """Products of q, k and v; norms and rotation of queries and keys, and all writes; attention with its mask, merge;
     output, norm; gate and up, their product, down, norm. After all layers, one that advances their counters."""
-    found, memory = launched("fast")
-    copies_nothing(found, memory)
+    found, state = launched("fast")
+    copies_nothing(found, state)
     attention = [
         i for i, x in enumerate(found) if "_tem_" in x.name and "memory_att" in x.name and "_linear_" not in x.name
     ]
@@ -82,10 +84,11 @@ def test_a_fast_layer() -> None:
     assert found[-1].name.startswith("triton_for")
 
 
-def test_a_slow_layer() -> None:
+@pytest.mark.parametrize("preset", ["balanced", "paper-speed"])
+def test_a_slow_layer(preset: str) -> None:
     """Of it, Inductor launches everything but the append; the selector and packing come once for all layers."""
-    found, memory = launched("slow")
-    copies_nothing(found, memory)
+    found, state = launched("slow", preset=preset)
+    copies_nothing(found, state)
     appends = [i for i, launch in enumerate(found) if launch.name == APPEND]
     assert len(appends) == 2
     layer = [launch.name for launch in found[slice(*appends)] if not launch.name.startswith("torch.ops.sfi.refresh")]
@@ -95,8 +98,8 @@ def test_a_slow_layer() -> None:
 
 def test_slow_layers_make_their_memories_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lower, "SCRATCH", 1.0)
-    found, memory = launched("slow")
-    copies_nothing(found, memory)
+    found, state = launched("slow")
+    copies_nothing(found, state)
     ours = [launch.name for launch in found if launch.name.startswith("torch.ops")]
     assert ours == [STILL, STILL, APPEND, APPEND, "torch.ops.sfi.refresh_rows.default"]
 

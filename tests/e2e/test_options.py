@@ -43,7 +43,10 @@ def inner(error: BaseException) -> BaseException:
         ({"recent": -1}, ("'recent' is -1", "a whole number >= 1")),
         ({"lambda_clip": 1.5}, ("'lambda_clip' is 1.5", ">= 0 and <= 1")),
         ({"strict": 1}, ("'strict' is 1", "True or False")),
-        ({"preset": "fast"}, ("'preset' is 'fast'", "'paper-speed', 'paper-quality'")),
+        ({"lambda_clip": 0.3}, ("'lambda_clip' is 0.3", "with policy 'sfi' only, and the policy is 'reach'")),
+        ({"preset": "paper-speed", "policy": "topk", "alpha": 1.0}, ("'alpha' is 1.0", "with policy 'sfi' only")),
+        ({"policy": "reach(weight=-1)"}, ("'policy'", "weight is -1.0", "a number >= 0 and <= 1e6")),
+        ({"preset": "fast"}, ("'preset' is 'fast'", "'balanced', 'paper-speed', 'paper-quality'")),
         ({"boundary_token_ids": "."}, ("'boundary_token_ids' is '.'", "token ids")),
         ({"mode": 3}, ("'mode' is 3", "a string")),
     ],
@@ -59,10 +62,20 @@ def test_a_bad_option_is_named_with_what_is_allowed(options: dict[str, Any], wor
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("options", [None, {}, FULL, {"preset": "paper-quality", "mode": "default"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        None,
+        {},
+        FULL,
+        {"preset": "paper-quality", "mode": "default"},
+        FULL | {"preset": "paper-speed", "lambda_clip": 0.2},
+        FULL | {"policy": "sfi", "nms_window": 4},
+    ],
+)
 def test_options_that_are_accepted(options: dict[str, Any] | None) -> None:
     one_step(options=options)
-    assert sfi_compile.stats().graphs == (options == FULL)
+    assert sfi_compile.stats().graphs == ("min_context" in (options or {}))
 
 
 @pytest.mark.parametrize("where", ["mode", "options"])
@@ -190,15 +203,21 @@ def test_the_backend_is_found_without_importing_the_package() -> None:
 
 
 @pytest.mark.slow
-def test_inductor_runs_both_graphs() -> None:
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [(torch.float32, SMALL), (torch.bfloat16, SMALL | {"preset": "paper-speed"}), (torch.bfloat16, FULL)],
+    ids=["small", "small-paper-bfloat16", "full-bfloat16"],
+)
+def test_inductor_runs_both_graphs(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """In half precision, scores that nearly tie may fall either way: there are such ones in what `reach` ranks here."""
     decoder, ids, fed = BY_NAME["gpt-fast"], prompt(2, 12), prompt(2, 20, 1)
-    model = decoder.build()[0].to(torch.bfloat16)
+    model = decoder.build()[0].to(dtype)
     with eager_lowering():
-        plain = decode(decoder, model, compiled(model, **SMALL), ids, 20, 48, fed)
+        plain = decode(decoder, model, compiled(model, **options), ids, 20, 48, fed)
     torch._dynamo.reset()
-    ours = decode(decoder, model, compiled(model, **SMALL), ids, 20, 48, fed)
+    ours = decode(decoder, model, compiled(model, **options), ids, 20, 48, fed)
     assert ours.kinds == plain.kinds
-    assert ours.kinds.count("fast") == 17
+    assert ours.kinds.count("fast") == (17 if "refresh_interval" in options else 18)
     # Inductor keeps float32 between fused operations, so eager is the one that rounds more.
-    floor = 32 * torch.finfo(torch.bfloat16).eps * plain.logits.abs().max().item()
+    floor = 32 * torch.finfo(dtype).eps * plain.logits.abs().max().item()
     torch.testing.assert_close(ours.logits, plain.logits, rtol=0, atol=floor)

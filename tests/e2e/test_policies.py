@@ -73,10 +73,14 @@ def test_a_policy_survives_its_text(given: Any, text: str) -> None:
         ("random(seed=x)", ("seed is no number",)),
         ("random(seed=1.5)", ("seed is 1.5", "allowed: int")),
         ("random(3)", ("'random(3)' is no policy",)),
-        ("reach(queries=0)", ("'reach'", "queries is 0", "allowed: a whole number >= 1")),
+        ("reach(queries=64)", ("'reach' has no 'queries'", "allowed: fading, weight, ahead, decay")),
+        ("reach(fading=1.5)", ("'reach'", "fading is 1.5", "allowed: a number >= 0 and <= 1")),
+        ("reach(fading=-0.1)", ("fading is -0.1", "allowed: a number >= 0 and <= 1")),
+        ("reach(weight=-1)", ("weight is -1.0", "allowed: a number >= 0 and <= 1e6")),
+        ("reach(weight=1e999)", ("weight is inf", "allowed: a number >= 0 and <= 1e6")),
         ("reach(ahead=-1)", ("ahead is -1", "allowed: a whole number >= 0")),
+        ("reach(ahead=1.5)", ("ahead is 1.5", "allowed: int")),
         ("reach(decay=1.5)", ("decay is 1.5", "allowed: a number >= 0 and <= 1")),
-        ("reach(fading=0.0)", ("fading is 0.0", "allowed: a number > 0 and <= 1")),
         ("h2o(decay=-0.1)", ("'h2o'", "decay is -0.1", "allowed: a number >= 0 and <= 1")),
         ("h2o(decay=2)", ("decay is 2.0", "allowed: a number >= 0 and <= 1")),
         ("h2o(decay='half')", ("decay is 'half'", "allowed: float")),
@@ -192,7 +196,7 @@ def test_nan_comes_last_and_a_wrong_shape_is_refused(monkeypatch: pytest.MonkeyP
 # Steps
 
 
-@pytest.mark.parametrize("policy", [*BASELINES, "earliest"])
+@pytest.mark.parametrize("policy", ["sfi", *BASELINES, "earliest"])
 def test_slow_steps_are_dense_and_so_is_a_memory_of_everything(policy: str) -> None:
     llama = BY_NAME["llama"]
     model, _ = llama.build()
@@ -346,34 +350,53 @@ def test_snapkv_pools_the_attention_of_its_window(policy: str) -> None:
         assert sorted(pooled[t] for t in found) == pytest.approx(sorted(pooled[t] for t in worth[:7]), rel=1e-5)
 
 
-@pytest.mark.parametrize("fading", [1.0, 0.9])
+@pytest.mark.parametrize(("fading", "weight"), [(1.0, 0.3), (0.9, 2.0), (0.99, 0.0), (0.0, 0.3)])
 @pytest.mark.parametrize(("ahead", "decay"), [(4, 0.8), (0, 0.5), (60, 1.0), (5, 0.0)])
-def test_reach_carries_on_what_is_taken(ahead: int, decay: float, fading: float) -> None:
-    assert Config.from_options({"policy": "reach"}).evidence_window == 64
-    policy = f"reach(ahead={ahead},decay={decay},fading={fading})"
+def test_reach_carries_on_what_is_taken(ahead: int, decay: float, fading: float, weight: float) -> None:
+    """What two slow steps took, five tokens apart, times the norm of the value; and a share of it further on."""
+    policy = policies.Reach(fading=fading, weight=weight, ahead=ahead, decay=decay)
     for seed in range(5):
-        generator = torch.Generator().manual_seed(seed)
-        plain = evidence(seed=seed)
-        heads, rows, size = plain.logits.shape
-        ages = torch.randint(0, 9, (rows,), generator=generator)
-        values = torch.randn(heads, size, 3, generator=generator)
+        given, before = evidence(seed=seed), evidence(seed=seed + 100)
+        heads, _, size = given.logits.shape
+        values = torch.randn(heads, size, 3, generator=torch.Generator().manual_seed(seed))
         # What nobody attends to may hold anything, and what is attended to may be zero.
-        unseen = (plain.logits == -torch.inf).all(1)
-        values[unseen] = torch.nan
-        values[:, 5][~unseen[:, 5]] = 0.0
-        weights = fading ** ages.double()
-        for given, norms in (
-            (plain, torch.ones(heads, size)),
-            (dataclasses.replace(plain, values=values, ages=ages), values.nan_to_num(0.0).norm(dim=-1)),
-        ):
-            for h, found in enumerate(chosen(policy, given)):
-                attended = given.logits[h].double().softmax(-1)
-                weighed = attended if given.ages is None else attended * weights[:, None]
-                taken = (weighed.amax(0) * norms[h].double()).tolist()
-                reached = [max(decay**e * taken[t - e] for e in range(min(ahead, t) + 1)) for t in range(size)]
-                # What comes after a peak has the very same score without decay: the lower position then wins.
-                worth = sorted(given.candidates.nonzero().flatten().tolist(), key=lambda t: (-round(reached[t], 9), t))
-                assert found == sorted(worth[:7])
+        values[:, -2:] = torch.nan
+        values[:, 5] = 0.0
+        history = torch.zeros(heads, size)
+        for one, tokens in ((before, 0), (given, 5)):
+            history = policy.accumulated(history, one.logits.softmax(-1).sum(1), tokens)
+        shown = dataclasses.replace(given, history=history, values=values)
+        scores = policies.scores_of(policy, shown)
+        seen, nothing = torch.ones(size, dtype=torch.bool), torch.zeros(size)
+        for h, found in enumerate(chosen(policy.to_text(), shown)):
+            taken = reference.attended(nothing, before.logits[h], seen, 1.0)
+            taken = reference.attended(taken, given.logits[h], seen, fading**5)
+            norms = values[h].double().norm(dim=-1).clamp_min(1e-6)
+            wanted = reference.carried((taken * norms).nan_to_num(0.0), weight, ahead, decay)
+            torch.testing.assert_close(
+                scores[h].double()[given.candidates], wanted[given.candidates], rtol=1e-5, atol=1e-9
+            )
+            worth = wanted.tolist()
+            ranked = sorted(given.candidates.nonzero().flatten().tolist(), key=lambda t: (-worth[t], t))
+            assert found == sorted(ranked[:7])
+
+
+def test_reach_without_what_it_reads_is_refused() -> None:
+    given = evidence()
+    history, values = torch.zeros(3, 40), torch.zeros(3, 40, 3)
+    for lacking in ({"history": history}, {"values": values}, {}):
+        with pytest.raises(ValueError, match="'reach': history or values are None; allowed: a tensor for each"):
+            policies.scores_of(policies.Reach(), dataclasses.replace(given, **lacking))
+
+
+def test_reach_prefers_what_comes_after_a_peak() -> None:
+    """Of two passages that are attended to alike, what follows the peak is taken, and nothing before it."""
+    history = torch.full((1, 40), 1e-3)
+    history[0, 10] = 1.0
+    shown = dataclasses.replace(evidence(heads=1), history=history, values=torch.ones(1, 40, 3))
+    assert chosen("reach", shown, 5) == [[10, 11, 12, 13, 14]]
+    assert chosen("reach(ahead=2)", shown, 5) == [[2, 3, 10, 11, 12]]
+    assert chosen("reach(weight=0)", shown, 5) == [[2, 3, 4, 5, 10]]
 
 
 def test_streaming_holds_the_first_and_the_last_tokens() -> None:

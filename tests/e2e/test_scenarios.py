@@ -169,7 +169,7 @@ def test_a_window_in_the_mask_does_not_keep_the_other_layers_slow() -> None:
     dense = decode(decoder, model, model.forward, prompt(1, 40), 30, 96)
     with eager_lowering():
         ours = decode(decoder, model, compiled(model, **FULL | {"min_context": 50}), prompt(1, 40), 30, 96)
-    assert ours.kinds == ["slow"] * 9 + ["slow" if step % 32 == 0 else "fast" for step in range(21)]
+    assert ours.kinds == ["slow"] * 9 + ["slow" if step % 18 == 0 else "fast" for step in range(21)]
     assert ours.chosen.tolist() == dense.chosen.tolist()
     assert sfi_compile.stats().short_steps == 9
 

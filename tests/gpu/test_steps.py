@@ -21,6 +21,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MODES = (None, "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 PROMPT, STEPS, LENGTH = 200, 24, 256
+POLICIES = ("sfi", "reach")
+"""Selections that have kernels of their own."""
 
 
 @pytest.fixture(autouse=True)
@@ -105,23 +107,29 @@ def test_a_memory_of_everything_is_dense(dtype: torch.dtype, mode: str | None) -
     assert session.kinds.count("slow") >= 3
 
 
+@pytest.mark.parametrize("policy", ["sfi", "reach", "h2o(decay=0.5)", "topk"])
 @pytest.mark.parametrize("heads", [(8, 2), (6, 2), (4, 4), (5, 1)])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_small_memories_as_plain_torch_computes_them(heads: tuple[int, int], rows: int, monkeypatch: Any) -> None:
+def test_small_memories_as_plain_torch_computes_them(
+    heads: tuple[int, int], rows: int, policy: str, monkeypatch: Any
+) -> None:
+    if policy not in ("sfi", "reach") and heads != (6, 2):
+        pytest.skip("one shape of the simpler policies is enough")
     model = decoder(torch.float32, heads)
-    ours = Session(model, rows, {**SMALL, "mode": "reduce-overhead"})
+    ours = Session(model, rows, {**SMALL, "policy": policy, "mode": "reduce-overhead"})
     got = [ours.step() for _ in range(STEPS)]
     torch.compiler.reset()
     monkeypatch.setattr("sfi_compile.passes.lower._without_kernels", lambda work: "switched off")
-    plain = Session(model, rows, SMALL)
+    plain = Session(model, rows, {**SMALL, "policy": policy})
     wanted = [plain.step() for _ in range(STEPS)]
     assert ours.kinds == plain.kinds
     for a, b in zip(got, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-4)
 
 
-def test_a_step_waits_for_the_device_once_and_allocates_nothing() -> None:
-    session = Session(decoder(), 2, {**SMALL, "refresh_interval": 4, "mode": "reduce-overhead"})
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_step_waits_for_the_device_once_and_allocates_nothing(policy: str) -> None:
+    session = Session(decoder(), 2, {**SMALL, "policy": policy, "refresh_interval": 4, "mode": "reduce-overhead"})
     for _ in range(24):  # every variant is recorded, every question of the guard is captured
         session.raw(prompt(2, 1))
     tokens = [prompt(2, 1) for _ in range(12)]
@@ -152,9 +160,10 @@ def test_a_step_waits_for_the_device_once_and_allocates_nothing() -> None:
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated
 
 
-def test_a_row_alone_is_the_row_in_a_batch() -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_row_alone_is_the_row_in_a_batch(policy: str) -> None:
     """Also where only some rows are slow: a boundary token is fed to one of three."""
-    options = {**SMALL, "min_refresh_gap": 2, "boundary_token_ids": (5,), "mode": "reduce-overhead"}
+    options = {**SMALL, "policy": policy, "min_refresh_gap": 2, "boundary_token_ids": (5,), "mode": "reduce-overhead"}
     model = decoder(torch.float32)
     together = Session(model, 3, options)
     fed = torch.randint(6, 90, (STEPS, 3, 1), generator=torch.Generator().manual_seed(2)).cuda()
@@ -173,12 +182,13 @@ def test_a_row_alone_is_the_row_in_a_batch() -> None:
         torch.testing.assert_close(own[0], got[row], rtol=1e-3, atol=1e-3)
 
 
-def test_the_same_run_twice() -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_same_run_twice(policy: str) -> None:
     model = decoder()
     runs = []
     for _ in range(2):
         torch.compiler.reset()
-        session = Session(model, 2, {**SMALL, "mode": "reduce-overhead"})
+        session = Session(model, 2, {**SMALL, "policy": policy, "mode": "reduce-overhead"})
         runs.append(torch.stack([session.step() for _ in range(STEPS)]))
     assert torch.equal(*runs)
 
@@ -218,7 +228,7 @@ def test_outputs_stay_what_they_were_as_under_inductor(mode: str | None) -> None
 def test_several_tokens_a_step() -> None:
     model = decoder(torch.float32)
     dense = Session(model, 2, None)
-    session = Session(model, 2, {**FULL, "mode": "reduce-overhead"})
+    session = Session(model, 2, {**FULL, "refresh_interval": 32, "mode": "reduce-overhead"})
     for number in range(6):
         tokens = prompt(2, 4) + number
         with torch.no_grad():
@@ -231,7 +241,7 @@ def test_several_tokens_a_step() -> None:
 
 
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
-@pytest.mark.parametrize("policy", ["h2o", "pyramidkv", "random", "reach"])
+@pytest.mark.parametrize("policy", ["pyramidkv", "random", "snapkv", "reach(ahead=200)"])
 def test_policies_without_kernels_run_as_plain_torch(policy: str, mode: str | None) -> None:
     """Slow steps are dense, and so is a memory of everything."""
     model = decoder(torch.float32)
@@ -267,12 +277,13 @@ def test_caches_by_turns_and_a_new_one() -> None:
     torch.testing.assert_close(torch.stack(got)[:7], wanted[:7])
 
 
-def test_a_slow_step_compiles_no_kernel() -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_slow_step_compiles_no_kernel(policy: str) -> None:
     """What operators launch by themselves was compiled beside the graphs, as its first launch wants it."""
-    from sfi_compile.kernels import triton_addresses, triton_pack, triton_scores, triton_top_k
+    from sfi_compile.kernels import triton_addresses, triton_attended, triton_pack, triton_scores, triton_top_k
     from sfi_compile.runtime import DecodeRunner
 
-    modules = (triton_addresses, triton_pack, triton_scores, triton_top_k)
+    modules = (triton_addresses, triton_attended, triton_pack, triton_scores, triton_top_k)
     kernels = [x for module in modules for x in vars(module).values() if hasattr(x, "device_caches")]
     counts: list[int] = []
 
@@ -287,7 +298,7 @@ def test_a_slow_step_compiles_no_kernel() -> None:
     before = compiled_kernels()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DecodeRunner, "__init__", made)
-        session = Session(decoder(heads=(15, 5)), 3, SMALL)
+        session = Session(decoder(heads=(15, 5)), 3, {**SMALL, "policy": policy})
         for _ in range(4):
             session.step()
     assert session.kinds[0] == "slow"

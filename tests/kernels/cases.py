@@ -91,6 +91,13 @@ class Attention:
             self.q[one], self.k[one], self.v[one], mask, self.slow_rows[one], self.scale, (self.lengths[b],)
         )
 
+    def copies(self, b: int) -> Attention:
+        """A batch as large, of that row alone."""
+        same = [b] * self.q.shape[0]
+        mask = self.mask[same] if self.mask.shape[0] > 1 else self.mask
+        lengths = tuple(self.lengths[i] for i in same)
+        return Attention(self.q[same], self.k[same], self.v[same], mask, self.slow_rows[same], self.scale, lengths)
+
 
 def poisoned(x: Tensor, slow_rows: Tensor, lengths: tuple[int, ...]) -> Tensor:
     """NaN over the whole context of rows that are not slow, and past the end of those that are."""

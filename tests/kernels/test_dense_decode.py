@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sfi_compile.kernels import attention, dense_decode, dense_lowering, reference
 from sfi_compile.kernels.dense_decode import Tile
+from sfi_compile.kernels.heuristics import padded
 from tests.kernels.cases import Attention, attentions, poisoned_empty
 from tests.kernels.triton_tools import TARGETS, interpreted, launch, needs_triton
 
@@ -44,18 +45,19 @@ class Site:
         return self.q, self.k, self.v, self.mask, self.slow_rows, extent, self.scale, self.softcap, self.sinks
 
 
-def ran(operands: tuple[Any, ...], tile: Tile | None) -> tuple[Tensor, ...]:
+def ran(operands: tuple[Any, ...], tile: Tile | None, norm_of_values: bool = False) -> tuple[Tensor, ...]:
     """In the interpreter's process."""
     with poisoned_empty():
-        return dense_decode.dense_decode(*operands, tile=tile)
+        return dense_decode.dense_decode(*operands, norm_of_values=norm_of_values, tile=tile)
 
 
-def check(site: Site, tile: Tile | None = SMALL) -> tuple[Tensor, ...]:
+def check(site: Site, tile: Tile | None = SMALL, norm_of_values: bool = False) -> tuple[Tensor, ...]:
     """All four outputs of every row."""
     q, kv_heads = site.q, site.k.shape[1]
-    found = interpreted(ran, site.operands(), tile)
+    found = interpreted(ran, site.operands(), tile, norm_of_values)
     out, logits, lse, log_norm = found
     assert out.dtype == q.dtype
+    assert logits.shape[-1] == log_norm.shape[-1] == padded(site.k.shape[2])
     mask = site.mask.expand(q.shape[0], q.shape[1], q.shape[2], -1)
     packed = attention.pack_queries(q, kv_heads)
     for b, (slow, n) in enumerate(zip(site.slow_rows.tolist(), site.lengths, strict=True)):
@@ -94,7 +96,8 @@ def check(site: Site, tile: Tile | None = SMALL) -> tuple[Tensor, ...]:
         assert (out[b].double() - answer).abs().max() <= 2 * rounding * v.double().abs().max().clamp_min(1e-3)
 
         norms = torch.where(read[..., 0], log_norm[b, :, :n].double(), 0)
-        expected = torch.where(read[..., 0], k.double().norm(dim=-1).clamp_min(1e-6).log(), 0)
+        measured = v if norm_of_values else k
+        expected = torch.where(read[..., 0], measured.double().norm(dim=-1).clamp_min(1e-6).log(), 0)
         assert (norms - expected).abs().max() <= 2e-6 * (1 + expected.abs().max())
 
         # The plain form says the same of logits and output, but for queries that may attend to nothing beside others.
@@ -214,6 +217,31 @@ def test_one_dominant_key_and_all_keys_equal() -> None:
     assert log_norm[1, :, 7].allclose(torch.tensor(1e-6).log())
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"key_dim": 24, "value_dim": 5},
+        {"key_dim": 16, "value_dim": 32, "dtype": torch.float32},
+        {"key_dim": 16, "value_dim": 160},  # wider than tensor cores square
+        {"group": 12, "queries": 4, "dtype": torch.bfloat16},  # more rows than a tile holds: the first block writes
+    ],
+)
+def test_the_norms_may_be_those_of_the_values(shape: dict[str, Any]) -> None:
+    """Beside which nothing changes, bit for bit."""
+    case = site(2, lengths=(50, 33), **shape)
+    case.v[1, :, 7] = 0.0  # its norm is counted as 1e-6
+    masked = torch.zeros(2, 50, dtype=torch.bool)
+    masked[0, [3, 16, 39]] = True
+    for x in (case.k, case.v):
+        x[masked[:, None].expand(2, 2, 50)] = math.nan
+    case = dataclasses.replace(case, mask=case.mask & ~masked[:, None, None])
+    *others, log_norm = check(case, norm_of_values=True)
+    assert log_norm[1, :, 7].allclose(torch.tensor(1e-6).log())
+    *same, of_keys = interpreted(ran, case.operands(), SMALL)
+    assert all(torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) for x, y in zip(others, same, strict=True))
+    assert not torch.equal(log_norm[1, :, :33], of_keys[1, :, :33])
+
+
 @pytest.mark.parametrize("by_row", [False, True])
 def test_softcap_sinks_and_biases(by_row: bool) -> None:
     g = torch.Generator().manual_seed(1)
@@ -260,7 +288,7 @@ def test_the_tiles_of_use() -> None:
     check(site(1, size=70, key_dim=192, dtype=torch.float32), None)
 
 
-def ran_as_templates(case: Site) -> tuple[Tensor, ...]:
+def ran_as_templates(case: Site, norm_of_values: bool) -> tuple[Tensor, ...]:
     """The templates as plain kernels, in the interpreter's process."""
     q, k, v, mask, slow_rows, extent, scale, softcap, sinks = case.operands()
     batch, heads, queries, _ = q.shape
@@ -268,11 +296,12 @@ def ran_as_templates(case: Site) -> tuple[Tensor, ...]:
     columns = {} if sinks is None else {"SINKS": sinks.expand(batch, heads, queries, -1)}
     planned = dense_decode.plan(
         tuple(q.shape), tuple(k.shape), v.shape[-1], q.element_size(), 4, scale, softcap,
-        dense_decode.by_row(mask.shape, mask.stride()), True, 0 if sinks is None else sinks.shape[-1], tile=SMALL,
+        dense_decode.by_row(mask.shape, mask.stride()), True, 0 if sinks is None else sinks.shape[-1],
+        norm_of_values=norm_of_values, tile=SMALL,
     )  # fmt: skip
-    rows, kv_heads, size = planned.common["rows"], k.shape[1], k.shape[2]
+    rows, kv_heads, pitch = planned.common["rows"], k.shape[1], padded(k.shape[2])
     with poisoned_empty():
-        logits, log_norm = torch.empty(batch, kv_heads, rows, size), torch.empty(batch, kv_heads, size)
+        logits, log_norm = torch.empty(batch, kv_heads, rows, pitch), torch.empty(batch, kv_heads, pitch)
         lse, partial = torch.empty(batch, kv_heads, rows), torch.empty(planned.partial)
         out = torch.empty(batch, heads, queries, v.shape[-1], dtype=q.dtype)
     given = {"Q": q, "K": k, "V": v, "MASK": mask, "SLOW_ROWS": slow_rows, "EXTENT": extent}
@@ -311,13 +340,13 @@ def test_a_query_that_may_attend_to_nothing_better_sees_what_is_blocked(fill: fl
         torch.testing.assert_close(out[b], wanted, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
-@pytest.mark.parametrize("sinks", [False, True])
-def test_the_templates_are_the_same_kernels(sinks: bool) -> None:
+@pytest.mark.parametrize(("sinks", "norm_of_values"), [(False, False), (True, False), (False, True)])
+def test_the_templates_are_the_same_kernels(sinks: bool, norm_of_values: bool) -> None:
     case = site(2, 2, 2, 2, lengths=(50, 20), value_dim=10)
     case = dataclasses.replace(case, slow_rows=torch.tensor([True, sinks]), softcap=2.0 if sinks else 0.0)
     case = dataclasses.replace(case, sinks=torch.randn(1, 4, 1, 3) if sinks else None)
-    expected = interpreted(ran, case.operands(), SMALL)
-    for one, other in zip(interpreted(ran_as_templates, case), expected, strict=True):
+    expected = interpreted(ran, case.operands(), SMALL, norm_of_values)
+    for one, other in zip(interpreted(ran_as_templates, case, norm_of_values), expected, strict=True):
         assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
 
 
@@ -330,21 +359,25 @@ def test_what_it_refuses() -> None:
 
 
 def test_its_operator_says_shapes_and_dtypes() -> None:
+    import sfi_compile.ops  # noqa: F401 - it registers them
+
     with FakeTensorMode():
         case = site(3, 2, 4, 5, size=50, key_dim=16, value_dim=8, dtype=torch.bfloat16)
         extent = torch.empty(3, 3, dtype=torch.int64)
         found = torch.ops.sfi.dense_decode(case.q, case.k, case.v, case.mask, case.slow_rows, extent, 0.5)
     assert [(tuple(x.shape), x.dtype) for x in found] == [
         ((3, 8, 5, 8), torch.bfloat16),
-        ((3, 2, 20, 50), torch.float32),
+        ((3, 2, 20, 64), torch.float32),
         ((3, 2, 20), torch.float32),
-        ((3, 2, 50), torch.float32),
+        ((3, 2, 64), torch.float32),
     ]
 
 
 SITES = {
     "llama": ((4, 32, 8, 1, 128, 128), torch.bfloat16, {}),
+    "llama-values": ((4, 32, 8, 1, 128, 128), torch.bfloat16, {"norm_of_values": True}),
     "float32": ((4, 32, 8, 1, 128, 128), torch.float32, {}),
+    "float32-values": ((4, 32, 8, 1, 128, 128), torch.float32, {"norm_of_values": True}),
     "drafts": ((2, 28, 4, 8, 64, 64), torch.float16, {"by_row": True, "sinks": True}),
     "latent": ((1, 16, 4, 1, 192, 128), torch.bfloat16, {"softcap": 30.0, "bias": True}),
     "wide": ((1, 8, 1, 8, 256, 256), torch.bfloat16, {"by_row": True, "bias": True}),
@@ -352,7 +385,10 @@ SITES = {
 }
 
 
-@pytest.mark.parametrize(("name", "capability"), [*((name, 90) for name in SITES), ("llama", 80), ("llama", 100)])
+@pytest.mark.parametrize(
+    ("name", "capability"),
+    [*((name, 90) for name in SITES), *((name, x) for name in ("llama", "llama-values") for x in (80, 100))],
+)
 def test_compiles_without_spills(name: str, capability: int) -> None:
     from sfi_compile.kernels import triton_dense_decode
     from tests.kernels.triton_launches import recorded
@@ -376,6 +412,7 @@ def test_compiles_without_spills(name: str, capability: int) -> None:
             0.1,
             options.get("softcap", 0.0),
             meta(1, heads, 1, 1) if options.get("sinks") else None,
+            norm_of_values=options.get("norm_of_values", False),
         )
     tile = dense_decode.tile_for(heads // kv_heads * queries, key_dim, value_dim, dtype.itemsize)
     assert len(launches) == 2

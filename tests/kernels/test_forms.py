@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import sfi_compile.ops  # noqa: F401 - it registers them
+
 SFI = torch.ops.sfi
 
 

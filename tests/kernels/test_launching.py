@@ -72,14 +72,22 @@ def test_what_goes_wrong_ahead_is_told_and_stops_nothing(caplog: pytest.LogCaptu
             raise KeyError("body")
 
 
+OF_ALL = {"append", "pack", "put", "sample", "gather", "threshold", "write"}
+"""What memories are made with, however scores are."""
+
+
 @needs_triton
-def test_the_kernels_of_a_slow_step(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("preset", "scores"),
+    [("balanced", {"add", "carry"}), ("paper-speed", {"evidence", "weigh", "refine"})],
+)
+def test_the_kernels_of_a_slow_step(preset: str, scores: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two sites that are alike, made apart: each operator is compiled once, on descriptions that hold no memory."""
-    from sfi_compile.kernels import pack_cuda, select_cuda
+    from sfi_compile.kernels import addresses, attended_cuda, pack_cuda, select_cuda, top_k_cuda
     from sfi_compile.passes import lower
 
     monkeypatch.setattr(lower, "SCRATCH", 0.0)
-    work = Lower(kernels=True).apply(compiled(two_alike(2).module, "verify"))
+    work = Lower(kernels=True).apply(compiled(two_alike(2).module, "verify", preset=preset))
     assert ahead.calls(work) == []  # this is a CPU's graph
     calls = ahead.calls(work, device_type="cpu")
     assert [device.type for device, _ in calls] == ["cpu", "cpu"]
@@ -88,13 +96,11 @@ def test_the_kernels_of_a_slow_step(monkeypatch: pytest.MonkeyPatch) -> None:
     def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **settings: Any) -> None:
         launched.append((kernel.__name__, args))
 
-    for module in (pack_cuda, select_cuda):
+    for module in (addresses, attended_cuda, pack_cuda, select_cuda, top_k_cuda):
         monkeypatch.setattr(module, "launch", launch)
-    monkeypatch.setattr("sfi_compile.kernels.addresses.launch", launch)
     for _, call in calls:
         call()
-    names = {name for name, _ in launched}
-    assert names >= {"append", "pack", "put", "evidence", "weigh", "refine", "sample", "gather", "threshold", "write"}
+    assert {name for name, _ in launched} == OF_ALL | scores
     tensors = [x for _, args in launched for x in args if isinstance(x, torch.Tensor)]
     assert {x.device.type for x in tensors} == {"meta"}
 

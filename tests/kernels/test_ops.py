@@ -21,9 +21,13 @@ from tests.kernels.cases import Attention, attentions, poisoned_empty
 SFI = torch.ops.sfi
 ON_DEVICE = ("dense_decode", "append_rows", "refresh_rows")
 """Those that launch kernels, and have tests of their own."""
-CONFIG = Config.from_options({"sink": 2, "recent": 4, "k_head": 5, "refresh_interval": 3, "nms_window": 6})
+CONFIG = Config.from_options(
+    {"preset": "paper-speed", "sink": 2, "recent": 4, "k_head": 5, "refresh_interval": 3, "nms_window": 6}
+)
 SPEC = CONFIG.selector().to_text()
-HISTORY_SPEC = dataclasses.replace(CONFIG, policy="h2o(decay=0.75)").selector().to_text()
+HISTORY_SPEC, VALUES_SPEC = (
+    dataclasses.replace(CONFIG, policy=policy).selector().to_text() for policy in ("h2o(decay=0.75)", "reach")
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -55,10 +59,12 @@ def whole_step(case: Attention, position: int) -> tuple[Tensor, ...]:
     extent, log_position, held = SFI.frame(case.mask, case.slow_rows, at, SPEC, selected_end, slots)
     operands = (case.q, case.k, case.v, case.mask, case.slow_rows, extent, case.scale, status, context)
     out, logits = SFI.dense_attention(*operands)
-    history = torch.full((batch, kv_heads, size), 0.5)
-    begun = torch.full((batch,), position - 1)
-    SFI.accumulate(logits, case.slow_rows, status, extent, at, begun, HISTORY_SPEC, history)
-    selected = SFI.select(logits, case.k, case.slow_rows, status, extent, log_position, SPEC)
+    history, faded = (torch.full((batch, kv_heads, size), 0.5) for _ in range(2))
+    since = torch.tensor(case.lengths) % 3  # 0: sequences that begin
+    SFI.accumulate(logits, case.slow_rows, status, extent, since, HISTORY_SPEC, history)
+    SFI.accumulate(logits, case.slow_rows, status, extent, since, VALUES_SPEC, faded)
+    asked = (logits, case.k, case.slow_rows, status, extent, log_position)
+    selected, by_value = SFI.select(*asked, SPEC), SFI.select(*asked, VALUES_SPEC, history=faded, values=case.v)
     SFI.pack(case.k, case.v, selected, held, case.slow_rows, status, CONFIG.sink, *memory)
     token = (case.q[:, :: case.q.shape[1] // kv_heads, :1, :], out[:, :: case.q.shape[1] // kv_heads, :1, :])
     refreshed_at = torch.full((batch,), position)
@@ -69,7 +75,7 @@ def whole_step(case: Attention, position: int) -> tuple[Tensor, ...]:
     fast = SFI.memory_attention(case.q, memory[1], memory[2], memory[0], mask, case.scale)
     # What fast rows hold is undefined: no one may read it.
     logits = torch.where(case.slow_rows.reshape(-1, 1, 1, 1), logits, 0.0)
-    return out, logits, selected, status, context, history, *memory, fast
+    return out, logits, selected, by_value, status, context, history, faded, *memory, fast
 
 
 @given(attentions(queries=1))
@@ -78,12 +84,14 @@ def test_a_row_alone_is_the_row_in_a_batch(case: Attention) -> None:
     assume(case.slow)
     position = max(case.lengths) - 1
     together = whole_step(case, position)
+    names = "out logits selected by_value status context history faded held k v fast".split()
     for b in range(case.q.shape[0]):
-        alone = whole_step(case.row(b), position)
-        for name, one, many in zip(
-            "out logits selected status context history held k v fast".split(), alone, together, strict=True
-        ):
-            assert torch.equal(one[0].nan_to_num(7.5), many[b].nan_to_num(7.5)), name
+        alone, copies = whole_step(case.row(b), position), whole_step(case.copies(b), position)
+        for name, one, same, many in zip(names, alone, copies, together, strict=True):
+            assert torch.equal(same[b].nan_to_num(7.5), many[b].nan_to_num(7.5)), name
+            # Attention over the memories multiplies all rows at once, and one row by itself in another order.
+            if name != "fast":
+                assert torch.equal(one[0].nan_to_num(7.5), many[b].nan_to_num(7.5)), name
 
 
 # gather
@@ -151,7 +159,7 @@ def arguments_of(name: str, dtype: torch.dtype) -> tuple[Any, ...]:
         "frame": (mask, slow_rows, at, SPEC, 7, 14),
         "dense_attention": (q, k, v, mask, slow_rows, extent, 0.3, status, context),
         "select": (logits, k, slow_rows, status, extent, log_position, SPEC),
-        "accumulate": (logits, slow_rows, status, extent, at, at.expand(2).clone(), HISTORY_SPEC, history),
+        "accumulate": (logits, slow_rows, status, extent, torch.tensor([3, 0]), VALUES_SPEC, history),
         "pack": (k, v, selected, held, slow_rows, status, CONFIG.sink, *memory),
         "append": (k[:, :, :1], v[:, :, :1], at + 1, at.expand(2).clone(), 7, 4, *memory),
         "memory_attention": (q, memory[1], memory[2], memory[0], mask[:, :, :, :14].expand(2, 3, 1, 14), 0.3),
@@ -190,6 +198,12 @@ def test_a_selection_that_asks_earlier_queries_is_described_likewise() -> None:
     torch.library.opcheck(SFI.select.default, asked, test_utils=("test_schema", "test_faketensor"))
     with_history = (*asked[:6], HISTORY_SPEC, *asked[7:], torch.rand(2, 3, 20))
     torch.library.opcheck(SFI.select.default, with_history, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_a_selection_that_looks_at_a_history_and_the_values_is_described_likewise() -> None:
+    asked = (*arguments_of("select", torch.float32)[:6], VALUES_SPEC)
+    given = {"history": torch.rand(2, 3, 20), "values": torch.randn(2, 3, 20, 5)}
+    torch.library.opcheck(SFI.select.default, asked, given, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("name", sorted(ops.plain))

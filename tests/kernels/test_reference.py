@@ -16,7 +16,7 @@ from sfi_compile.config import POSITION_BETA, Config, SelectorSpec
 from sfi_compile.kernels import reference
 
 INF = math.inf
-SPEC = Config().selector()
+SPEC = Config.from_options({"preset": "paper-speed"}).selector()
 masks = st.lists(st.booleans(), min_size=1, max_size=40).map(torch.tensor)
 
 
@@ -270,6 +270,55 @@ def test_the_clip_depends_on_the_number_of_rows() -> None:
     assert not torch.allclose(single, double)
     swapped = spec_with(lambda_clip=1.0, lambda_clip_multi=0.0, nms_window=0)
     close(reference.score(values, keys, ones(20), ones(20), swapped), double)
+
+
+# Scores made of attention alone
+
+
+def test_a_history_by_hand() -> None:
+    """Two rows over the first three positions; the fourth is not allowed, whatever its logits are."""
+    history = torch.tensor([4.0, 2.0, 0.0, 8.0])
+    rows = torch.stack([logs(0.5, 0.25, 0.25, 9.0) + 3, logs(0.2, 0.8, 0.0, math.nan) - 7])
+    allowed = torch.tensor([True, True, True, False])
+    found = reference.attended(history, rows, allowed, 0.5)
+    close(found, torch.tensor([2 + 0.5 + 0.2, 1 + 0.25 + 0.8, 0.25, 4.0], dtype=torch.float64))
+    close(reference.attended(history, rows, allowed, 0.0), found - history.double() / 2)
+
+
+def test_a_row_that_may_attend_to_nothing_adds_nothing() -> None:
+    history, nothing = torch.tensor([4.0, 2.0]), torch.full((2,), -INF)
+    for rows, allowed in ((nothing[None], ones(2)), (logs(0.5, 0.5)[None], ~ones(2))):
+        assert reference.attended(history, rows, allowed, 0.25).tolist() == [1.0, 0.5]
+    both = torch.stack([nothing.double(), logs(0.25, 0.75)])
+    close(reference.attended(history, both, ones(2), 1.0), torch.tensor([4.25, 2.75]))
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(1, 30))
+def test_every_row_adds_one(seed: int, rows: int, n: int) -> None:
+    values = 5 * torch.randn(rows, n, generator=torch.Generator().manual_seed(seed))
+    found = reference.attended(torch.zeros(n), values, ones(n), 1.0)
+    assert float(found.sum()) == pytest.approx(rows, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("weight", "ahead", "decay", "expected"),
+    [
+        # The largest of f(t), f(t-1)/2 and f(t-2)/4, by 1: 1, 8, 4, 2, 2, 1 in turn.
+        (1.0, 2, 0.5, [2.0, 16.0, 4.0, 3.0, 4.0, 1.0]),
+        (0.5, 2, 0.5, [1.5, 12.0, 2.0, 2.0, 3.0, 0.5]),
+        (1.0, 1, 0.5, [2.0, 16.0, 4.0, 2.0, 4.0, 1.0]),
+        (1.0, 0, 0.5, [2.0, 16.0, 0.0, 2.0, 4.0, 0.0]),
+        (1.0, 2, 0.0, [2.0, 16.0, 0.0, 2.0, 4.0, 0.0]),
+        (1.0, 2, 1.0, [2.0, 16.0, 8.0, 9.0, 4.0, 2.0]),
+        (1.0, 100, 1.0, [2.0, 16.0, 8.0, 9.0, 10.0, 8.0]),
+        (0.0, 2, 0.5, [1.0, 8.0, 0.0, 1.0, 2.0, 0.0]),
+    ],
+)
+def test_carrying_on_by_hand(weight: float, ahead: int, decay: float, expected: list[float]) -> None:
+    f = torch.tensor([1.0, 8.0, 0.0, 1.0, 2.0, 0.0])
+    found = reference.carried(f, weight, ahead, decay)
+    assert found.dtype == torch.float64
+    assert found.tolist() == expected
 
 
 # Attention

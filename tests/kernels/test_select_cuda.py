@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sfi_compile.config import SelectorSpec
-from sfi_compile.kernels import pack_cuda, reference, select_cuda, selector, support
+from sfi_compile.kernels import pack_cuda, reference, select_cuda, selector, support, top_k_cuda
 from sfi_compile.kernels.select_cuda import Tiles
 from sfi_compile.ops.status import RowStatus
 from tests.kernels.test_selector import Case, chosen_of, score_error, spec_with
@@ -96,7 +96,7 @@ def selected_of(rows: list[Row], tiles: Tiles = SMALL) -> Tensor:
 def _select(arguments: list[Tensor], spec: SelectorSpec, tiles: Tiles) -> Tensor:
     """Of one site."""
     own, shared = arguments[:3], arguments[3:]
-    return select_cuda.select_rows(*([x] for x in own), *shared, spec, tiles)[0]  # type: ignore[arg-type, misc]
+    return select_cuda.select_rows(*([x] for x in own), *shared, spec, tiles=tiles)[0]  # type: ignore[arg-type, misc]
 
 
 def assert_selected(rows: list[Row], found: Tensor) -> None:
@@ -190,7 +190,7 @@ def test_evidence_that_is_nothing_everywhere_chooses_the_first_candidates() -> N
 
 def _select_all(sites: list[list[Tensor]], spec: SelectorSpec, tiles: Tiles) -> Tensor:
     own = [[site[i] for site in sites] for i in range(3)]
-    return select_cuda.select_rows(*own, *sites[0][3:], spec, tiles)
+    return select_cuda.select_rows(*own, *sites[0][3:], spec, tiles=tiles)
 
 
 @pytest.mark.parametrize("window", [4, 30])
@@ -235,19 +235,19 @@ def test_a_sample_that_misleads_costs_time_only() -> None:
     row = row_of(3, 1, 1, n, spec)
     row.case.logits[0, 0] += 30.0 * sampled(n)
     tiles = dataclasses.replace(SMALL, evidence=64, refine=256, choose=64, listed=256)
-    assert select_cuda.sample_rank(spec.k_head) > int(sampled(n).sum()) > spec.k_head // select_cuda.SAMPLED
+    assert top_k_cuda.sample_rank(spec.k_head) > int(sampled(n).sum()) > spec.k_head // top_k_cuda.SAMPLED
     found = interpreted(_select_with_a_small_sample, operands([row]), spec, tiles)
     assert_selected([row], found)
 
 
 def _select_with_a_small_sample(arguments: list[Tensor], spec: SelectorSpec, tiles: Tiles) -> Tensor:
     """With no allowance for chance."""
-    before = select_cuda.sample_rank
-    select_cuda.sample_rank = lambda k: k // select_cuda.SAMPLED  # type: ignore[assignment]
+    before = top_k_cuda.sample_rank
+    top_k_cuda.sample_rank = lambda k: k // top_k_cuda.SAMPLED  # type: ignore[assignment]
     try:
         return _select(arguments, spec, tiles)
     finally:
-        select_cuda.sample_rank = before
+        top_k_cuda.sample_rank = before
 
 
 # Packing
@@ -326,7 +326,7 @@ def test_rows_are_ready_as_the_operators_say() -> None:
     from sfi_compile.kernels import triton_pack, triton_scores, triton_top_k
 
     assert triton_scores.READY.value == triton_pack.READY.value == int(RowStatus.READY)
-    assert (triton_top_k.BINS.value, triton_scores.PARTIALS.value) == (select_cuda.BINS, select_cuda.PARTIALS)
+    assert (triton_top_k.BINS.value, triton_scores.PARTIALS.value) == (top_k_cuda.BINS, select_cuda.PARTIALS)
 
 
 # Compiled

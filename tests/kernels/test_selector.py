@@ -11,10 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sfi_compile.config import PRESETS, Config
+from sfi_compile.config import Config
 from sfi_compile.kernels import reference, selector
 from tests.kernels.refreshes import (
     INF,
+    PUBLISHED,
     ROUND,
     Case,
     assert_layout,
@@ -41,7 +42,7 @@ def test_selection_is_the_oracles_up_to_near_ties(case: Case) -> None:
     assert_selection(case)
 
 
-@pytest.mark.parametrize("preset", sorted(PRESETS))
+@pytest.mark.parametrize("preset", PUBLISHED)
 @pytest.mark.parametrize(("heads", "rows"), [(1, 1), (2, 4), (4, 4)])
 def test_published_settings_on_a_longer_context(preset: str, heads: int, rows: int) -> None:
     g = torch.Generator().manual_seed(heads)
@@ -114,7 +115,7 @@ def test_without_candidates_nothing_is_chosen(heads: int, n: int, visible: bool)
     assert torch.equal(select_of(logits, keys, none, spec_with()), torch.full((heads, min(6, n)), -1))
 
 
-@pytest.mark.parametrize("preset", sorted(PRESETS))
+@pytest.mark.parametrize("preset", PUBLISHED)
 @pytest.mark.parametrize("rows", [1, 4])
 def test_huge_logits_stay_finite(preset: str, rows: int) -> None:
     n = 20

@@ -73,6 +73,7 @@ class Memory:
 def configs(draw: st.DrawFn) -> Config:
     return Config.from_options(
         {
+            "preset": "paper-speed",
             "sink": draw(st.integers(0, 4)),
             "recent": draw(st.integers(1, 9)),
             "k_head": draw(st.sampled_from([1, 2, 5, 70])),

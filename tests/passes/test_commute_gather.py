@@ -39,7 +39,7 @@ def fast(work: Work) -> fx.Graph:
 
 def test_written_values_and_a_mask_from_positions() -> None:
     """No gather is left: the new token is what was written, and arange at a position is the position."""
-    work = compiled(record(minimal, *operands()).module, "commute_gather")
+    work = compiled(record(minimal, *operands()).module, "commute_gather", preset="paper-speed")
     same_text(
         fast(work),
         f"""
@@ -70,7 +70,7 @@ def quantised_operands(batch: int = 1, heads: int = 1) -> tuple[Tensor, ...]:
 
 
 def test_dequantisation_is_redone_on_the_token() -> None:
-    work = compiled(record(quantised, *quantised_operands()).module, "commute_gather")
+    work = compiled(record(quantised, *quantised_operands()).module, "commute_gather", preset="paper-speed")
     same_text(
         fast(work),
         f"""
@@ -105,7 +105,8 @@ def rows(batch: int) -> Tensor:
 
 
 def test_a_padding_table_is_looked_up_at_the_memory() -> None:
-    work = compiled(record(padded, *operands(), torch.ones(1, 8), rows(1)).module, "commute_gather")
+    recorded = record(padded, *operands(), torch.ones(1, 8), rows(1))
+    work = compiled(recorded.module, "commute_gather", preset="paper-speed")
     same_text(
         fast(work),
         f"""
@@ -133,7 +134,7 @@ def test_a_row_of_a_causal_table_is_never_copied() -> None:
 
     recorded = record(function, *operands(), torch.ones(8, 8, dtype=torch.bool).tril())
     same_text(
-        fast(compiled(recorded.module, "commute_gather")),
+        fast(compiled(recorded.module, "commute_gather", preset="paper-speed")),
         f"""
         ({ENTRY}, from_l_k_, from_l_v_, from_l_pos_, from_l_table_)
         {APPEND.format("from_l_k_", "from_l_v_")}

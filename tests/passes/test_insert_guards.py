@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sfi_compile.compat.dynamo import example
-from sfi_compile.config import Config, SelectorSpec
+from sfi_compile.config import PRESETS, Config, SelectorSpec
 from sfi_compile.passes.insert_guards import memory_layout, of_site
 from tests.passes.toys import (
     OPTIONS,
@@ -44,7 +44,7 @@ def test_the_guarded_graph() -> None:
         """,
     )
     with unchanged(recorded.graph):
-        work = compiled(recorded.module, "insert_guards")
+        work = compiled(recorded.module, "insert_guards", preset="paper-speed")
     same_text(
         work.graph.graph,
         f"""
@@ -111,18 +111,23 @@ def test_in_a_batch_the_slow_branch_serves_fast_rows_from_memory() -> None:
     ]
 
 
-def test_state_inputs_are_static_and_last() -> None:
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_state_inputs_are_static_and_last(preset: str) -> None:
     inputs = operands(batch=2, query_heads=2, kv_heads=2, dim=4)
-    work = compiled(record(minimal, *inputs[:2], tensor(2, 2, 1, 3), inputs[3], tensor(2, 2, 8, 3), inputs[5]).module)
+    recorded = record(minimal, *inputs[:2], tensor(2, 2, 1, 3), inputs[3], tensor(2, 2, 8, 3), inputs[5])
+    work = compiled(recorded.module, preset=preset)
     shapes = {s.name: (s.shape, s.dtype) for s in work.state}
+    keeps_history = preset == "balanced"
     assert shapes == {
         "sfi_slow_rows": ((2,), torch.bool),
         "sfi_refreshed_at": ((2,), torch.int64),
         "sfi_status": ((2,), torch.int64),
         "sfi_context": ((2,), torch.int64),
+        **({"sfi_since": ((2,), torch.int64)} if keeps_history else {}),
         "sfi_held_0": ((2, 2, 7), torch.int64),
         "sfi_mem_k_0": ((2, 2, 7, 4), torch.float32),
         "sfi_mem_v_0": ((2, 2, 7, 3), torch.float32),
+        **({"sfi_history_0": ((2, 2, 16), torch.float32)} if keeps_history else {}),
     }
     for graph in (work.graph.graph, *(m.graph for m in work.variants)):
         added = [n for n in graph.nodes if n.op == "placeholder"][-len(shapes) :]
@@ -133,19 +138,31 @@ def test_state_inputs_are_static_and_last() -> None:
             assert node._dynamo_source is None
 
 
-def test_a_history_is_written_before_it_is_read_and_in_slow_steps_alone() -> None:
-    work = compiled(record(minimal, *operands()).module, "insert_guards", policy="h2o")
-    shared = f"{SHARED}, sfi_started_at"
+@pytest.mark.parametrize(("options", "more"), [({"policy": "h2o"}, ""), ({}, ", values=v")])
+def test_a_history_is_written_before_it_is_read_and_in_slow_steps_alone(options: dict[str, str], more: str) -> None:
+    """And a policy that looks at the values gets them."""
+    work = compiled(record(minimal, *operands()).module, "insert_guards", **options)
+    shared = f"{SHARED}, sfi_since"
     state_names = [s.name for s in work.state]
     assert state_names == [*shared.split(", "), "sfi_held_0", "sfi_mem_k_0", "sfi_mem_v_0", "sfi_history_0"]
-    assert (work.state[-1].shape, work.state[-1].dtype) == ((1, 1, 8), torch.float32)
+    assert (work.state[-1].shape, work.state[-1].dtype) == ((1, 1, 16), torch.float32), "padded"
     lines = text(branch(work, "sfi_slow_0")).splitlines()
     at = next(i for i, line in enumerate(lines) if "accumulate" in line)
-    given = "getitem_5, sfi_slow_rows, sfi_status, getitem, sfi_position, sfi_started_at, SPEC, sfi_history"
+    given = "getitem_5, sfi_slow_rows, sfi_status, getitem, sfi_since, SPEC, sfi_history"
     assert lines[at] == f"accumulate = sfi.accumulate({given})"
-    asked = "getitem_5, k, sfi_slow_rows, sfi_status, getitem, getitem_2, SPEC, history=sfi_history"
+    asked = "getitem_5, k, sfi_slow_rows, sfi_status, getitem, getitem_2, SPEC, history=sfi_history" + more
     assert lines[at + 1] == f"select = sfi.select({asked})"
-    assert "sfi_history" not in "".join(text(branch(work, "sfi_fast_0")).splitlines()[1:])
+    fast = "".join(text(branch(work, "sfi_fast_0")).splitlines()[1:])
+    assert "sfi_history" not in fast
+    assert "sfi_since" not in fast
+
+
+def test_where_sequences_began_is_told_to_earlier_queries_alone() -> None:
+    """A history's `sfi_since` is beside it, and not in its place."""
+    work = compiled(record(minimal, *operands()).module, "insert_guards", evidence_window=3)
+    names = [s.name for s in work.state]
+    assert names[:6] == [*SHARED.split(", "), "sfi_started_at", "sfi_since"]
+    assert names[6:] == [f"sfi_{n}_0" for n in ("held", "mem_k", "mem_v", "queries", "history")]
 
 
 def test_sites_have_the_budgets_that_their_policy_gives_them() -> None:
@@ -189,7 +206,8 @@ def test_two_sites_share_the_predicate_and_a_rejected_one_stays() -> None:
     dense = [n for n in work.graph.graph.nodes if n.target is SDPA]
     assert len(dense) == 1
     assert dense[0].args[0].args[0] is conds[0]
-    assert [s.name for s in work.state[4:]] == [f"sfi_{n}_{i}" for i in (0, 1) for n in ("held", "mem_k", "mem_v")]
+    of_site = ("held", "mem_k", "mem_v", "history")
+    assert [s.name for s in work.state[5:]] == [f"sfi_{n}_{i}" for i in (0, 1) for n in of_site]
 
 
 def test_a_site_may_read_another_directly() -> None:
@@ -216,17 +234,19 @@ def test_no_budget_is_larger_than_the_context() -> None:
     assert memory_layout(site, Config.from_options({**OPTIONS, "k_head": 1000})) == (9, 13)
 
 
-def test_guarded_graphs_run_as_they_stand() -> None:
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_guarded_graphs_run_as_they_stand(preset: str) -> None:
     """With real tensors and the real `cond`: slow is dense and fills the memory, fast attends to it."""
     recorded = record(minimal, *operands(at=5))
-    work = compiled(recorded.module, "insert_guards", k_head=8)
+    work = compiled(recorded.module, "insert_guards", preset=preset, k_head=8)
     inputs, expected, kept = recorded.fresh(), recorded.fresh(), state(work, slow=True)
+    names = [s.name for s in work.state]
     out = work.graph(*inputs, *kept)[0]
     torch.testing.assert_close(out, recorded.module(*expected)[0])
-    held = kept[4][0, 0]
+    held, mem_k = (kept[names.index(name)][0, 0] for name in ("sfi_held_0", "sfi_mem_k_0"))
     assert held.tolist() == [0, 1, 2, 3, -1, -1, -1, -1, -1, 4, 5, -1, -1]
     keys = inputs[recorded.index("l_keys_")]
-    assert torch.equal(kept[5][0, 0][held >= 0], keys[0, 0, held[held >= 0]])
+    assert torch.equal(mem_k[held >= 0], keys[0, 0, held[held >= 0]])
     kept[0].fill_(False)
     kept[1].fill_(5)
     for tensors in (inputs, expected):

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from sfi_compile import ops
+from sfi_compile import ops, policies
 from sfi_compile.compat.dynamo import example, fake_mode_of
 from sfi_compile.config import Config
-from sfi_compile.kernels import lowering
+from sfi_compile.kernels import attended_cuda, lowering
 from sfi_compile.ops import RowStatus, device
 from sfi_compile.passes import lower, pipeline
 from sfi_compile.passes.base import Builder, VerificationError, Work
@@ -37,6 +37,11 @@ from tests.passes.toys import (
     written,
 )
 
+WITH_KERNELS = ("sfi", "reach", "h2o", "topk")
+"""Policies that a GPU selects by."""
+ENOUGH = 4.0
+"""Share of the cache that two sites here take together: their eight positions are padded to sixteen."""
+
 
 def half_masked(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor, mask: Tensor) -> Tensor:
     """A float mask given as an input: its gather reaches `lower`."""
@@ -52,17 +57,23 @@ def operators(graph: fx.Graph) -> set[str]:
     return set(re.findall(r"sfi\.(\w+)", text(graph)))
 
 
+PRESET = pytest.mark.parametrize("preset", ["balanced", "paper-speed"])
+"""With a history, which is the default, and without."""
+
+
+@PRESET
 @pytest.mark.parametrize("batch", [1, 2])
-def test_fast_operators_go_and_slow_ones_stay(batch: int) -> None:
-    work = compiled(record(half_masked, *inputs(batch)).module, "verify")
+def test_fast_operators_go_and_slow_ones_stay(batch: int, preset: str) -> None:
+    work = compiled(record(half_masked, *inputs(batch)).module, "verify", preset=preset)
     slow, fast = work.variants
     memory = {"gather", "append", "memory_attention"}
+    refresh = {"frame", "dense_attention", "select", "pack"} | ({"accumulate"} if preset == "balanced" else set())
     assert operators(fast.graph) == memory
-    assert operators(slow.graph) == {"frame", "dense_attention", "select", "pack"} | (memory if batch > 1 else set())
+    assert operators(slow.graph) == refresh | (memory if batch > 1 else set())
     model = [line for line in text(fast.graph).splitlines() if "index_copy_(" in line]
     slow, fast = Lower().apply(work).variants
     assert operators(fast.graph) == set()
-    assert operators(slow.graph) == {"frame", "dense_attention", "select", "pack"}
+    assert operators(slow.graph) == refresh
     assert [line for line in text(fast.graph).splitlines() if "index_copy_(" in line] == model
     assert "sfi.memory_attention" not in fast.code, "recompiled"
     mode = fake_mode_of(fast.graph)
@@ -72,9 +83,11 @@ def test_fast_operators_go_and_slow_ones_stay(batch: int) -> None:
             assert not isinstance(value, torch.Tensor) or value.fake_mode is mode, f"{node.name} left the fake mode"
 
 
+@PRESET
 @pytest.mark.parametrize("batch", [1, 2])
-def test_on_a_gpu_no_operator_asks_the_host(batch: int) -> None:
-    slow, fast = Lower(kernels=True).apply(compiled(record(half_masked, *inputs(batch)).module, "verify")).variants
+def test_on_a_gpu_no_operator_asks_the_host(batch: int, preset: str) -> None:
+    work = compiled(record(half_masked, *inputs(batch)).module, "verify", preset=preset)
+    slow, fast = Lower(kernels=True).apply(work).variants
     assert operators(fast.graph) == {"memory_attention"}
     remembered = {"memory_attention", "still"} if batch > 1 else set()
     assert operators(slow.graph) == {"dense_decode", "append_rows", "refresh_rows"} | remembered
@@ -82,12 +95,16 @@ def test_on_a_gpu_no_operator_asks_the_host(batch: int) -> None:
     assert not [n for n in ours if torch.Tag.cudagraph_unsafe in n.target.tags]
     # One operator writes the memory as far as Inductor knows: it need copy nothing. Whoever reads it comes after that,
     # and before the memory is made anew.
-    memory = [n for n in slow.graph.nodes if n.op == "placeholder"][-3:]
-    for node in memory:
+    given = {n.name: n for n in slow.graph.nodes if n.op == "placeholder"}
+    for node in (given[name] for name in ("sfi_held_0", "sfi_mem_k_0", "sfi_mem_v_0")):
         writer, *readers, maker = sorted(node.users, key=list(slow.graph.nodes).index)
         assert writer.target is torch.ops.sfi.append_rows.default
         assert maker.target is torch.ops.sfi.refresh_rows.default
         assert bool(readers) == (batch > 1)
+    # That nothing reads a history beside its writer is why nobody need be told that it is written.
+    assert ("sfi_history_0" in given) == (preset == "balanced")
+    for name in {"sfi_history_0", "sfi_since"} & set(given):
+        assert [n.target for n in given[name].users] == [torch.ops.sfi.refresh_rows.default]
 
 
 def two_sites(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, pos: Tensor) -> Tensor:
@@ -110,31 +127,63 @@ def two_alike(batch: int) -> Recorded:
     return record(two_sites, q, k, v, keys, values, keys.clone(), values.clone(), pos)
 
 
-@pytest.mark.parametrize("share", [2.0, 0.0])
+@PRESET
+@pytest.mark.parametrize("share", [ENOUGH, 0.0])
 @pytest.mark.parametrize("batch", [1, 2])
-def test_sites_that_are_alike_make_their_memories_at_once(batch: int, share: float, monkeypatch: Any) -> None:
+def test_sites_that_are_alike_make_their_memories_at_once(
+    batch: int, share: float, preset: str, monkeypatch: Any
+) -> None:
     """As far as the scratch memory that it takes allows."""
     monkeypatch.setattr(lower, "SCRATCH", share)
-    slow, _ = Lower(kernels=True).apply(compiled(two_alike(batch).module, "verify")).variants
+    slow, _ = Lower(kernels=True).apply(compiled(two_alike(batch).module, "verify", preset=preset)).variants
     nodes = list(slow.graph.nodes)
     made = [n for n in nodes if n.target is torch.ops.sfi.refresh_rows.default]
     dense = [n for n in nodes if n.target is torch.ops.sfi.dense_decode.default]
     assert len(dense) == 2
     if share:
         assert nodes.index(made[0]) > nodes.index(dense[1])
-    lists = [[n for node in made for n in node.args[i]] for i in range(8)]
-    assert [len(found) for found in lists] == [2] * 8
+    lists = [[n for node in made for n in node.args[i]] for i in range(9)]
+    assert [len(found) for found in lists] == [*[2] * 5, 2 if preset == "balanced" else 0, *[2] * 3]
     assert len(made) == (1 if share else 2)
     for i, of_dense in enumerate((1, 2, 3)):
         assert [n.args for n in lists[i]] == [(node, of_dense) for node in dense]
     # Before a site's memory is made, its row's status says whether its output was finite.
     flow = DataFlow(slow.graph)
     for refresh in made:
-        settled = [w for w in flow.writes(refresh.args[10]) if nodes.index(w) < nodes.index(refresh)]
+        settled = [w for w in flow.writes(refresh.args[11]) if nodes.index(w) < nodes.index(refresh)]
         assert {*refresh.args[1]} <= set().union(*(flow.slice_of(w) for w in settled))
-    for keys_of_site, memory in zip(lists[3], lists[6], strict=True):
+    for keys_of_site, memory in zip(lists[3], lists[7], strict=True):
         [append] = [n for n in memory.users if n.target is torch.ops.sfi.append_rows.default]
         assert append.args[0] is keys_of_site
+    of_site = [["history"] if preset == "balanced" else [], ["held"], ["mem_k"], ["mem_v"]]
+    for found, names in zip(lists[5:], of_site, strict=True):
+        assert [n.name for n in found] == [f"sfi_{name}_{i}" for i in (0, 1) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("options", "keeps_history", "by_value"),
+    [
+        ({}, True, True),
+        ({"policy": "sfi"}, False, False),
+        ({"policy": "h2o"}, True, False),
+        ({"policy": "topk"}, False, False),
+    ],
+)
+def test_a_refresh_is_given_what_its_policy_reads(options: Any, keeps_history: bool, by_value: bool) -> None:
+    """Histories of the sites, and since when they fade; and the norms of the values in place of those of the keys."""
+    slow, fast = Lower(kernels=True).apply(compiled(two_alike(2).module, "verify", **options)).variants
+    nodes = list(slow.graph.nodes)
+    made = [n.args for n in nodes if n.target is torch.ops.sfi.refresh_rows.default]
+    dense = [n.args for n in nodes if n.target is torch.ops.sfi.dense_decode.default]
+    assert [args[10] for args in dense] == [by_value] * 2
+    assert all(len(args[5]) == (len(args[0]) if keeps_history else 0) for args in made)
+    histories = [n.name for args in made for n in args[5]]
+    assert histories == (["sfi_history_0", "sfi_history_1"] if keeps_history else [])
+    assert {args[13].name for args in made} == {"sfi_position"}
+    assert {args[14].name for args in made} == {"sfi_since" if keeps_history else "sfi_status"}
+    policy = {ops.slow.parse_spec(args[16]).policy for args in made}
+    assert policy == {options.get("policy", "reach")}
+    assert not [n for graph in (slow.graph, fast.graph) for n in graph.nodes if "accumulate" in str(n.target)]
 
 
 def test_what_went_wrong_at_any_site_is_the_rows_status() -> None:
@@ -178,7 +227,7 @@ def computed_keys(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, c: Tens
 
 def test_keys_that_are_computed_are_not_kept_for_others(monkeypatch: Any) -> None:
     """They are as large as the context, and the append reads those that dense attention was given."""
-    monkeypatch.setattr(lower, "SCRATCH", 2.0)
+    monkeypatch.setattr(lower, "SCRATCH", ENOUGH)
     q, k, v, keys, values, pos = operands(batch=2, query_heads=4, kv_heads=4)
     recorded = record(computed_keys, q, k, v, keys, values, keys.clone(), values.clone(), pos)
     slow, _ = Lower(kernels=True).apply(compiled(recorded.module, "verify")).variants
@@ -220,26 +269,56 @@ def test_a_computed_fill_has_no_kernel(monkeypatch: pytest.MonkeyPatch, caplog: 
     assert "kernel-fill" in without_kernels(compiled(record(two_fills, *inputs(1)).module, "verify"), caplog)
 
 
-@pytest.mark.parametrize("policy", ["random(seed=3)", "h2o", "pyramidkv(queries=1)"])
-def test_only_one_policy_has_kernels(
+@pytest.mark.parametrize(
+    "policy",
+    [
+        *("fresh", "random(seed=3)", "snapkv", "streaming", "pyramidkv(queries=1)"),
+        f"reach(ahead={attended_cuda.MOST_AHEAD + 1})",
+    ],
+)
+def test_other_policies_have_no_kernels(
     policy: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also where sites have budgets of their own."""
     monkeypatch.setattr(lowering, "supports", lambda *_: None)
-    work = compiled(two_alike(1).module, "verify", policy=policy)
+    every_step = {"refresh_interval": 1} if policy == "fresh" else {}
+    work = compiled(two_alike(1).module, "verify", policy=policy, **every_step)
     assert f"kernel-policy: policy {policy!r}" in without_kernels(work, caplog)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [*WITH_KERNELS, "h2o(decay=0.5)", "reach(weight=0.0)", f"reach(ahead={attended_cuda.MOST_AHEAD})"],
+)
+def test_the_papers_policy_and_scores_made_of_attention_have_kernels(
+    policy: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lowering, "supports", lambda *_: None)
+    work = compiled(two_alike(1).module, "verify", policy=policy)
+    with caplog.at_level(logging.WARNING, "sfi_compile"):
+        slow, fast = Lower().apply(on_a_gpu(work)).variants
+    assert operators(slow.graph) == {"dense_decode", "append_rows", "refresh_rows"}
+    assert operators(fast.graph) == {"memory_attention"}
+    assert not [r for r in caplog.records if r.name.startswith("sfi")]
+
+
+def test_every_policy_of_the_package_is_above() -> None:
+    every = [policies.parse(name) for name in policies.names()]
+    ours = {p.name: p.attended for p in every if type(p).__module__.startswith("sfi_compile.policies.")}
+    assert {name for name, attended in ours.items() if attended} == {*WITH_KERNELS} - {"sfi"}
+    assert {*ours} - {*WITH_KERNELS} == {"fresh", "random", "snapkv", "streaming", "pyramidkv"}
 
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_sites_with_budgets_of_their_own_make_their_memories_apart(batch: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr(lower, "SCRATCH", 2.0)
+    monkeypatch.setattr(lower, "SCRATCH", ENOUGH)
     work = compiled(two_alike(batch).module, "verify", policy="pyramidkv(queries=1)", k_head=3)
     slow, fast = Lower(kernels=True).apply(work).variants
     made = [n.args for n in slow.graph.nodes if n.target is torch.ops.sfi.refresh_rows.default]
-    assert [ops.slow.parse_spec(args[13]).k_head for args in made] == [5, 1]
+    assert [ops.slow.parse_spec(args[16]).k_head for args in made] == [5, 1]
     for args, slots in zip(made, (10, 6), strict=True):
-        [held], [mem_k], [mem_v] = args[5:8]
-        assert {int(example(n).shape[-1]) for n in (held, args[8])} == {slots}
+        [held], [mem_k], [mem_v] = args[6:9]
+        assert {int(example(n).shape[-1]) for n in (held, args[9])} == {slots}
         assert {int(example(n).shape[2]) for n in (mem_k, mem_v)} == {slots}
     attended = [n.args for n in fast.graph.nodes if n.target is torch.ops.sfi.memory_attention.default]
     assert [int(example(args[1]).shape[2]) for args in attended] == [10, 6]
@@ -261,11 +340,16 @@ def test_under_a_mask_that_adds_a_bias_only_the_own_queries_are_asked(caplog: py
             assert ("remember" in operators(graph)) == kept
 
 
+def on_a_gpu(work: Work) -> Work:
+    """The same graphs, told that they are a GPU's."""
+    state = [dataclasses.replace(s, device=torch.device("cuda")) for s in work.state]
+    return dataclasses.replace(work, state=tuple(state))
+
+
 def without_kernels(work: Work, caplog: pytest.LogCaptureFixture) -> str:
     """What is logged as the graphs, told to be a GPU's, become plain torch."""
-    on_gpu = [dataclasses.replace(s, device=torch.device("cuda")) for s in work.state]
     with caplog.at_level(logging.WARNING, "sfi_compile"):
-        slow, fast = Lower().apply(dataclasses.replace(work, state=tuple(on_gpu))).variants
+        slow, fast = Lower().apply(on_a_gpu(work)).variants
     assert operators(slow.graph) - {"accumulate"} == {"frame", "dense_attention", "select", "pack"}
     assert operators(fast.graph) == set()
     [line] = [r.getMessage() for r in caplog.records if r.name.startswith("sfi")]

@@ -32,7 +32,7 @@ COND = torch.ops.higher_order.cond
 
 @pytest.mark.skipif(torch.__version__ < (2, 12), reason="older Dynamo orders the inputs of a graph otherwise")
 def test_the_two_graphs() -> None:
-    guarded = compiled(record(minimal, *operands()).module, "commute_gather")
+    guarded = compiled(record(minimal, *operands()).module, "commute_gather", preset="paper-speed")
     with unchanged(guarded.graph.graph):
         slow, fast = Unswitch().apply(guarded).variants
     same_text(

@@ -71,6 +71,8 @@ class Past:
     """The sequence up to `next_position`."""
     total: Tensor
     """[layers, Hkv, SIZE]."""
+    slow_at: int
+    """Position of the last of these steps."""
 
     def goes_on(self, row: Row, position: int) -> bool:
         """Whether this is the same sequence."""
@@ -158,27 +160,40 @@ class Oracle:
         cand = reference.candidates(allowed, position, spec.sink, spec.recent)
         supports = []
         for i, logits in enumerate(self.logits(row, position, queries)):
-            scores = self._scores(logits, row.keys[i], allowed, cand, None if history is None else history[i])
+            past = None if history is None else history[i]
+            scores = self._scores(logits, row.keys[i], row.values[i], allowed, cand, past)
             k = self.variant.budgets[i] if self.variant.budgets else spec.k_head
             selected = [reference.best(of_head, cand, k) for of_head in scores]
             expected = reference.support(allowed, position, selected, spec)
             if found[i] != expected:
                 for h, held in enumerate(found[i]):
                     assert len(held) == len(set(held)) == len(expected[h]), (i, h, held, expected[h])
-                    last = float(scores[h, selected[h]].min()) if selected[h] else 0.0
+                    last = float(scores[h][selected[h]].min()) if selected[h] else 0.0
                     for t in set(held) ^ set(expected[h]):
-                        near = cand[t] and abs(float(scores[h, t]) - last) <= NEAR_TIE * max(1.0, abs(last))
+                        near = cand[t] and abs(float(scores[h][t]) - last) <= NEAR_TIE * max(1.0, abs(last))
                         assert near, f"layer {i}, head {h}: {held} instead of {expected[h]}"
             supports.append(found[i])
         return supports
 
+    def left(self, tokens: int) -> float:
+        """What is left of a history at a slow step, so many tokens after the last one."""
+        policy = policies.parse(self.config.policy)
+        if isinstance(policy, policies.Reach):
+            return policy.fading**tokens
+        assert isinstance(policy, policies.H2O)
+        return policy.decay
+
     def _scores(
-        self, logits: Tensor, keys: Tensor, allowed: Tensor, cand: Tensor, history: Tensor | None
+        self, logits: Tensor, keys: Tensor, values: Tensor, allowed: Tensor, cand: Tensor, history: Tensor | None
     ) -> Sequence[Tensor]:
         """Of each KV head, [SIZE], by the variant's policy; in logs."""
         policy = policies.parse(self.config.policy)
         if policy.name == "sfi":
             return list(reference.score(logits, keys, allowed, cand, self.config.selector()))
+        if isinstance(policy, policies.Reach):
+            assert history is not None
+            taken = history * values.norm(dim=-1).clamp_min(reference.NORM_FLOOR)
+            return [reference.carried(f, policy.weight, policy.ahead, policy.decay).log() for f in taken]
         if history is not None:
             return list(history.log())
         mean = logits.softmax(-1).mean(1)

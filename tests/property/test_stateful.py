@@ -7,6 +7,7 @@ fast where nothing happened to it, and its output is that of the sequence now in
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import ClassVar
 
@@ -27,6 +28,7 @@ from tests.property.tiny_decoder import (
     BOUNDARIES,
     CAPPED,
     EINSUM,
+    FADING,
     FULL,
     H2O,
     MANY_HEADS,
@@ -39,11 +41,13 @@ from tests.property.tiny_decoder import (
     VOCAB,
     Variant,
     eager_lowering,
+    papers,
 )
 from tests.property.world import Session, World
 
 THOROUGH = settings().max_examples > 100
-MACHINES = tuple(VARIANTS.values()) if THOROUGH else (SMALL, MANY_HEADS, FULL, ONE_LAYER, CAPPED, EINSUM, H2O, PYRAMID)
+FEW = (SMALL, MANY_HEADS, FULL, ONE_LAYER, CAPPED, EINSUM)
+MACHINES = tuple(VARIANTS.values()) if THOROUGH else (*FEW, *map(papers, FEW), FADING, H2O, PYRAMID)
 BATCHES = (1, 2)
 MOST_SESSIONS = 3
 tokens = st.integers(0, VOCAB - 1)
@@ -274,7 +278,7 @@ ACTS: dict[str, Act] = {
 }
 
 
-@pytest.mark.parametrize("variant", [SMALL, H2O], ids=["sfi", "h2o"])
+@pytest.mark.parametrize("variant", [SMALL, papers(SMALL), H2O], ids=["reach", "sfi", "h2o"])
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("act", ACTS.values(), ids=ACTS.keys())
 def test_no_memory_of_another_text(act: Act, inference: bool, variant: Variant) -> None:
@@ -292,10 +296,11 @@ def test_no_memory_of_another_text(act: Act, inference: bool, variant: Variant) 
     assert world.slow_rows - slow >= (1 if act is double_a_row and inference else 2)
 
 
+@pytest.mark.parametrize("policy", ["reach", "sfi"])
 @pytest.mark.parametrize("variant", [SMALL, CAPPED, SINKS, EINSUM], ids=["small", "softcap", "sinks", "all of them"])
-def test_padding_that_is_fed(variant: Variant) -> None:
+def test_padding_that_is_fed(variant: Variant, policy: str) -> None:
     """It may attend to nothing, so there is nothing to keep of it; where it sees all slots alike, nor beside it."""
-    world = World(variant)
+    world = World(dataclasses.replace(variant, policy=policy))
     one, several = world.new([2]), world.new([2])
     for token in range(5):
         world.decode(one, [token])

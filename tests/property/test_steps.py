@@ -25,6 +25,7 @@ from tests.property.tiny_decoder import (
     VOCAB,
     Variant,
     eager_lowering,
+    papers,
 )
 from tests.property.world import TOLERANCE, Session, World
 
@@ -73,7 +74,7 @@ def test_every_step_is_the_oracles(variant: Variant, story: Story) -> None:
     assert world.slow_rows >= session.batch
     if variant is ALWAYS_SLOW:
         assert world.fast_rows == 0
-    if variant is SMALL and len(fed[0]) > 1:
+    if variant in (SMALL, papers(SMALL)) and len(fed[0]) > 1:
         assert world.fast_rows > 0  # the first token after a refresh never triggers
 
 
@@ -102,7 +103,9 @@ def test_a_slow_step_is_as_exact_as_the_decoders_own(story: Story) -> None:
         assert (out - exact).abs().max() <= 2 * (own - exact).abs().max() + floor
 
 
-@pytest.mark.parametrize("variant", [FULL, FULL_H2O, FULL_PYRAMID], ids=["sfi", "h2o", "pyramidkv"])
+@pytest.mark.parametrize(
+    "variant", [FULL, papers(FULL), FULL_H2O, FULL_PYRAMID], ids=["reach", "sfi", "h2o", "pyramidkv"]
+)
 @fewer
 @given(stories(batches=(2,)))
 def test_a_full_budget_is_dense(variant: Variant, story: Story) -> None:
@@ -126,9 +129,10 @@ def prompt_of(batch: int, length: int) -> list[list[int]]:
     return [[3 + (i * (b + 2)) % 8 for i in range(length)] for b in range(batch)]
 
 
-def test_a_row_that_is_not_finite_stays_dense_and_disturbs_no_other() -> None:
+@pytest.mark.parametrize("variant", [SMALL, papers(SMALL)], ids=["reach", "sfi"])
+def test_a_row_that_is_not_finite_stays_dense_and_disturbs_no_other(variant: Variant) -> None:
     """Nor does it get a memory, until its sequence is finite again."""
-    world = World(SMALL)
+    world = World(variant)
     session = begin(world, [0, 2], prompt_of(2, 12))
     healthy = world.copy(session)
     position = torch.tensor([12])
@@ -175,7 +179,8 @@ def test_a_step_that_fails_leaves_no_memory_behind() -> None:
     run_of(world, session, 3)
     with torch.no_grad(), pytest.raises(IndexError):
         world.call(torch.tensor([[VOCAB]]), session.keys, session.values, torch.tensor([15]), session.start)
-    world.memories.clear()  # every row must be slow now
+    world.memories.clear()  # every row must be slow now, and its history begin anew
+    world.pasts.clear()
     run_of(world, session, 3)
     assert world.fast_rows > 0
 

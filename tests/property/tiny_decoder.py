@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sfi_compile import backend
+from sfi_compile import backend, policies
 from sfi_compile.config import Config
 from sfi_compile.runtime import DecodeRunner
 
@@ -42,7 +42,7 @@ class Variant:
     softcap: float = 0.0
     sinks: bool = False
     alibi: bool = False
-    policy: str = "sfi"
+    policy: str = "reach"
     budgets: tuple[int, ...] = ()
     """Tokens chosen in each layer, where they are not `k_head` in all."""
     k_head: int = 4
@@ -56,13 +56,19 @@ class Variant:
 
     @property
     def config(self) -> Config:
-        names = [f.name for f in dataclasses.fields(Config)]
-        options = {k: v for k, v in dataclasses.asdict(self).items() if k in names}
-        return Config.from_options({**options, "boundary_token_ids": BOUNDARIES, "nms_window": 4})
+        return Config.from_options(self.options)
 
     @property
     def options(self) -> dict[str, Any]:
-        return dataclasses.asdict(self.config)
+        names = [f.name for f in dataclasses.fields(Config)]
+        given = {k: v for k, v in dataclasses.asdict(self).items() if k in names}
+        of_the_papers_selector = {"nms_window": 4} if policies.parse(self.policy).name == "sfi" else {}
+        return {**given, "boundary_token_ids": BOUNDARIES, **of_the_papers_selector}
+
+
+def papers(variant: Variant) -> Variant:
+    """The same under the paper's selector."""
+    return dataclasses.replace(variant, policy="sfi")
 
 
 SMALL = Variant()
@@ -79,11 +85,12 @@ ALIBI_MASK = Variant(form="sdpa", write="setitem", alibi=True, rotary=False, gro
 EINSUM = Variant(form="einsum", write="scatter", sinks=True, softcap=2.0, alibi=True, kv_heads=3, k_head=3)
 DEEP = Variant(layers=3, group=1, refresh_interval=7, sentence_cooldown=4)
 ALWAYS_SLOW = Variant(refresh_interval=1, group=5)
+FADING = Variant(policy="reach(fading=0.6,weight=2.0,ahead=2,decay=0.5)", min_context=8, kv_heads=3, group=1)
 H2O = Variant(policy="h2o(decay=0.75)", min_context=8, layers=3)
 FULL_H2O = dataclasses.replace(FULL, policy="h2o")
 PYRAMID = Variant(policy="pyramidkv(queries=1,pool=3,beta=3.0)", layers=3, budgets=(7, 4, 1))
 FULL_PYRAMID = dataclasses.replace(FULL, policy="pyramidkv")
-VARIANTS = {
+SHAPES = {
     "small": SMALL,
     "many heads": MANY_HEADS,
     "full": FULL,
@@ -94,7 +101,13 @@ VARIANTS = {
     "alibi": ALIBI,
     "alibi in the mask": ALIBI_MASK,
     "all of them": EINSUM,
+}
+"""These under the default policy and under the paper's selector."""
+VARIANTS = {
+    **SHAPES,
+    **{f"{name}, paper's": papers(variant) for name, variant in SHAPES.items()},
     "always slow": ALWAYS_SLOW,
+    "fading": FADING,
     "history": H2O,
     "budgets by layer": PYRAMID,
 }

@@ -162,8 +162,8 @@ class World:
             # A step that may be slow for another reason counts as the product says.
             counted = uninterrupted or runner.rows[b].quiet_until > last
             at_boundary = why == "boundary" and counted
-            total = self._total(runner, session, b, uninterrupted)
-            memories[b] = self._row_step(runner, session, b, text, logits[b], is_slow, at_boundary, memories[b], total)
+            past = self._past(runner, session, b, uninterrupted)
+            memories[b] = self._row_step(runner, session, b, text, logits[b], is_slow, at_boundary, memories[b], past)
         after = sfi_compile.stats()
         assert after.slow_steps - before.slow_steps == (slow > 0)
         assert after.fast_steps - before.fast_steps == (slow == 0)
@@ -184,7 +184,7 @@ class World:
         slow: bool,
         at_boundary: bool,
         memory: Memory | None,
-        total: Tensor | None,
+        past: Past | None,
     ) -> Memory | None:
         row, first = session.rows[b], session.length
         last = first + len(tokens) - 1
@@ -204,23 +204,48 @@ class World:
             if at >= row.start or blind:
                 self._compare(out[i], expected, f"row {b} at {at}, {'slow' if slow else 'fast'}")
         by_layer = [torch.cat(layer, 1) for layer in zip(*queries, strict=True)]
-        if total is not None and isinstance(self.policy, policies.H2O):
-            if slow:
-                total = self.policy.decay * total + self.oracle.attended(row, last, by_layer)
-            self.pasts[id(runner)][b] = Past(last + 1, row.copy(), total)
-            history = torch.stack([runner.state[f"sfi_history_{i}"][b] for i in range(runner.sites)])
-            self._compare(history, total, f"history of row {b} at {last}")
+        # With padding that sees unwritten slots, a step is like one that is not finite: nothing is kept of it.
+        known = blind or first >= row.start
+        history = (
+            self._history(runner, row, b, last, by_layer, slow, known, past) if self.policy.keeps_history else None
+        )
         if not slow:
             return dataclasses.replace(memory, next_position=last + 1, row=row.copy())  # type: ignore[type-var]
-        long_enough = last + 1 - row.start >= max(self.config.min_context or 0, 1) and (blind or first >= row.start)
+        long_enough = last + 1 - row.start >= max(self.config.min_context or 0, 1) and known
         assert runner.rows[b].valid == long_enough
         if not long_enough:
             return None
-        supports = self.oracle.refresh(row, last, by_layer, found, total)
+        supports = self.oracle.refresh(row, last, by_layer, found, history)
         return Memory(last, at_boundary, supports, last + 1, row.copy())
 
-    def _total(self, runner: DecodeRunner, session: Session, b: int, uninterrupted: bool) -> Tensor | None:
-        """What the history of a row is before a step: zeros where its sequence begins, None where none is kept.
+    def _history(
+        self,
+        runner: DecodeRunner,
+        row: Row,
+        b: int,
+        last: int,
+        queries: list[Tensor],
+        slow: bool,
+        known: bool,
+        past: Past | None,
+    ) -> Tensor:
+        """The history of a row after a step whose last token is at `last`, [layers, Hkv, SIZE]; compared."""
+        assert slow or past is not None
+        total, slow_at = (torch.zeros_like(row.keys[..., 0]), last) if past is None else (past.total, past.slow_at)
+        if slow:
+            # By the tokens since the last slow step, whether there were steps between them or not.
+            total = self.oracle.left(last - slow_at) * total
+            if known:
+                total = total + self.oracle.attended(row, last, queries)
+            slow_at = last
+        self.pasts[id(runner)][b] = Past(last + 1, row.copy(), total, slow_at)
+        found = torch.stack([runner.state[f"sfi_history_{i}"][b] for i in range(runner.sites)])
+        assert found.shape[-1] >= SIZE
+        self._compare(found[..., :SIZE], total, f"history of row {b} at {last}")
+        return total
+
+    def _past(self, runner: DecodeRunner, session: Session, b: int, uninterrupted: bool) -> Past | None:
+        """What the history of a row is before a step: None where its sequence begins, or none is kept.
 
         It must begin anew with another sequence, and may where something happened to the cache.
         """
@@ -232,7 +257,7 @@ class World:
         begins = runner.rows[b].started_at == first
         assert begins or goes_on, f"row {b} at {first} has the history of another sequence"
         assert not (begins and goes_on and uninterrupted), f"row {b} has lost its history at {first}"
-        return past.total if past is not None and not begins else torch.zeros_like(row.keys[..., 0])
+        return None if begins else past
 
     @staticmethod
     def _held(runner: DecodeRunner, b: int) -> Supports:
