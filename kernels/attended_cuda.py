@@ -87,8 +87,9 @@ def select_rows(
             query that may attend to nothing: it adds nothing.
         log_norm: of each site, contiguous float32 [B, H, N], `log(max(‖v‖, 1e-6))`; may be anything where nothing is
             attended to.
-        history: of each site, contiguous float32 [B, H, N], written in slow rows up to the position; what is past that
-            of the row's last slow step may be anything. None of a score without one.
+        history: of each site, contiguous float32 [B, H, N], written in slow rows up to the position, or the extent if
+            that is more; what is past the position of the row's last slow step may be anything. None of a score without
+            one.
         slow_rows: bool [B].
         status: int64 [B] of `RowStatus`. Past SHORT, a row adds nothing.
         extent: int64 [B, 3], of `sfi::frame`; the second is one past the last position that may be attended to.

@@ -303,7 +303,8 @@ def refine(
     row = b % batch
     length = length_of(slow_rows, status, extent, row)
     start = tile * (block - 2 * radius)
-    if start >= length:
+    # Keys are read in whole vectors, past the length; what is there is no candidate.
+    if start >= read_until(length, size):
         return
     i, h = tile_index(block, block_h)
     t = start - radius + i

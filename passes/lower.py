@@ -90,8 +90,9 @@ def _without_kernels(work: Work) -> Rejection | None:
         if node.target is not _SFI.select.default:
             continue
         policy = policies.parse(parse_spec(node.args[6]).policy)
-        if policy.name != "sfi" and (policy.attended is None or policy.attended.ahead > attended_cuda.MOST_AHEAD):
-            found, hint = f"policy {policy.to_text()!r}, which is no kernel", "policy='sfi' or policy='reach'"
+        attended = policies.attended_of(policy)
+        if policy.name != "sfi" and (attended is None or attended.ahead > attended_cuda.MOST_AHEAD):
+            found, hint = f"policy {policy.to_text()!r}, which is no kernel", "policy='reach', 'sfi', 'h2o' or 'topk'"
             return Rejection("kernel-policy", "graph", found, hint)
         if len(node.args) > 7:
             found, hint = "queries of earlier tokens, which no kernel reads", "evidence_window=1"
@@ -110,7 +111,7 @@ def _without_kernels(work: Work) -> Rejection | None:
 
 def _by_value(select: fx.Node) -> bool:
     """Whether a selection looks at the values, of which kernels then know the norms."""
-    attended = policies.parse(parse_spec(select.args[6]).policy).attended  # type: ignore[arg-type]
+    attended = policies.attended_of(policies.parse(parse_spec(select.args[6]).policy))  # type: ignore[arg-type]
     return attended is not None and attended.by_value
 
 

@@ -119,7 +119,8 @@ class Config:
     """Token ids that end a sentence or clause; empty: the interval alone decides. See `sentence_boundaries`."""
     evidence_window: int = 1
     """Queries of the last so many tokens that a refresh asks what they attend to (>= 1); a policy may ask for more.
-    Under a mask that adds numbers, the step's own queries alone are asked."""
+    Under a mask that adds numbers, the step's own queries alone are asked. Policies that go by a history alone
+    (`reach`, `h2o`) make nothing of it."""
     min_context: int | None = None
     """Context (tokens) from which rows keep a memory. None: the larger of the memory and the cost model's break-even;
     0: always, also when the memory holds everything."""
@@ -187,7 +188,7 @@ class Config:
         config = cls(**{key: _CHECKS[key](key, value) for key, value in merged.items()})
         policy = _policy_of(config.policy)
         for key in given:
-            if key in OF_THE_PAPERS_SELECTOR and policy.name != "sfi":
+            if key in OF_THE_PAPERS_SELECTOR and not policy.reads_spec:
                 raise _refuse(key, given[key], f"with policy 'sfi' only, and the policy is {config.policy!r}")
         config = dataclasses.replace(config, evidence_window=max(config.evidence_window, policy.window))
         if policy.reads_memory:
@@ -202,7 +203,7 @@ OF_THE_PAPERS_SELECTOR = frozenset(
     "alpha norm_weight norm_gamma position_weight position_power position_eta lambda_clip lambda_clip_multi nms_window "
     "nms_alpha exclusivity_alpha exclusivity_temperature".split()
 )
-"""Options that no policy but `sfi` reads."""
+"""Options that no policy of this package but `sfi` reads; one of a user's own may."""
 
 
 def within(config: Config, context: int) -> Config:

@@ -371,3 +371,18 @@ def test_text_that_is_no_selector_spec_is_refused(old: str, new: str) -> None:
         SelectorSpec.from_text(text.replace(old, new, 1))
     with pytest.raises(ValueError):
         SelectorSpec.from_text("")
+
+
+def test_a_policy_of_ones_own_may_read_the_papers_options() -> None:
+    from sfi_compile import policies
+
+    @policies.register
+    @dataclasses.dataclass(frozen=True)
+    class Own(policies.Policy):
+        name = "own_for_config"
+
+    try:
+        assert Config.from_options({"policy": "own_for_config", "position_weight": 2.0}).position_weight == 2.0
+    finally:
+        policies.base._known.pop("own_for_config")
+        policies.parse.cache_clear()

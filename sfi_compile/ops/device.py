@@ -194,7 +194,7 @@ def refresh_rows(
     from sfi_compile.kernels import attended_cuda, pack_cuda, select_cuda
 
     parsed = parse_spec(spec)
-    attended, found = policies.parse(parsed.policy).attended, (logits, lse, log_norm)
+    attended, found = policies.attended_of(policies.parse(parsed.policy)), (logits, lse, log_norm)
     most = min(parsed.k_head, k[0].shape[2])
     if attended is None:
         chosen = select_cuda.select_rows(*found, slow_rows, status, extent, log_position, parsed, most)

@@ -282,7 +282,7 @@ def select(
         queries: [B, Hq, W, Dk], of `sfi::remember`, this step's among them; those of earlier tokens are evidence, too.
         position: int64 [Q], of this step's tokens; None: it has one, and `queries` are None.
         started_at: int64 [B], where the sequence that the queries are of began; with `queries`.
-        history: float32 [B, Hkv, N], of `sfi::accumulate`, this step's attention included.
+        history: float32 [B, Hkv, N or more], of `sfi::accumulate`, this step's attention included.
         values: [B, Hkv, N, Dv].
 
     Returns:

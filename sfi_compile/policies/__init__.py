@@ -5,7 +5,17 @@ refresh, in the mean over the sites; all go through the same passes and the same
 `config`.
 """
 
-from sfi_compile.policies.base import Attended, Evidence, Policy, budget_of, names, parse, register, scores_of
+from sfi_compile.policies.base import (
+    Attended,
+    Evidence,
+    Policy,
+    attended_of,
+    budget_of,
+    names,
+    parse,
+    register,
+    scores_of,
+)
 from sfi_compile.policies.fresh import Fresh
 from sfi_compile.policies.h2o import H2O
 from sfi_compile.policies.pyramidkv import PyramidKV
@@ -18,5 +28,5 @@ from sfi_compile.policies.topk import TopK
 
 __all__ = [
     "H2O", "Attended", "Evidence", "Fresh", "Policy", "PyramidKV", "Random", "Reach", "Sfi", "SnapKV", "Streaming",
-    "TopK", "budget_of", "names", "parse", "register", "scores_of",
+    "TopK", "attended_of", "budget_of", "names", "parse", "register", "scores_of",
 ]  # fmt: skip

@@ -44,8 +44,9 @@ class Evidence:
 
     @property
     def log_probabilities(self) -> Tensor:
-        """Log of each evidence row's attention, float32 [H, R, N]."""
-        return self.logits.log_softmax(-1)
+        """Log of each evidence row's attention, float32 [H, R, N]; -inf of one that may attend to nothing."""
+        found = self.logits.log_softmax(-1)
+        return torch.where(found.isnan(), -torch.inf, found)
 
     @property
     def log_attention(self) -> Tensor:
@@ -70,6 +71,11 @@ class Attended:
     weight: float = 0.0
     ahead: int = 0
     decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        shares = (self.fading, self.per_step, self.decay)
+        if not all(0.0 <= x <= 1.0 for x in shares) or not 0.0 <= self.weight < torch.inf or self.ahead < 0:
+            raise ValueError(f"{self}; allowed: fading, per_step and decay in 0..1, weight and ahead >= 0")
 
     def scores(self, history: Tensor, values: Tensor | None) -> Tensor:
         """The score in plain torch, from attention added up [H, N] and values [H, N, Dv]: [H, N]."""
@@ -98,6 +104,9 @@ class Policy:
     """Whether sites keep a `history` of attention: 4 bytes for each position and KV head."""
     reads_values: ClassVar[bool] = False
     """Whether a refresh looks at the values, too."""
+    reads_spec: ClassVar[bool] = True
+    """Whether it looks at the options of the paper's selector (`Evidence.spec`, `Evidence.log_position`), which are
+    refused with one that does not."""
 
     @property
     def window(self) -> int:
@@ -119,7 +128,10 @@ class Policy:
 
     @property
     def attended(self) -> Attended | None:
-        """The numbers of its score if that, and its history, are as `Attended` says: GPUs have kernels for those."""
+        """The numbers of its score if that, and its history, are as `Attended` says: GPUs have kernels for those.
+
+        A class that says otherwise what its scores are, or what is added, must say this anew.
+        """
         return None
 
     def accumulated(self, history: Tensor, attention: Tensor, tokens: int) -> Tensor:
@@ -219,6 +231,18 @@ def parse(text: str) -> Policy:
             allowed = type(field.default).__name__
             raise ValueError(f"policy {kind.name!r}: {field.name} is {value!r}; allowed: {allowed}")
     return kind(**values)
+
+
+def attended_of(policy: Policy) -> Attended | None:
+    """`Policy.attended`, if whoever says that says also what the scores and the history are: a class derived from a
+    policy that has kernels, with scores of its own, has none."""
+    order = type(policy).__mro__
+
+    def says(name: str) -> int:
+        return next(i for i, kind in enumerate(order) if name in vars(kind))
+
+    newest = says("attended") <= min(says("scores"), says("accumulated"))
+    return policy.attended if newest else None
 
 
 def budget_of(policy: Policy, site: int, sites: int, k_head: int, context: int) -> int:

@@ -20,6 +20,7 @@ class Fresh(Policy):
     """
 
     name: ClassVar[str] = "fresh"
+    reads_spec: ClassVar[bool] = False
     reads_memory: ClassVar[bool] = True
 
     def scores(self, evidence: Evidence) -> Tensor:

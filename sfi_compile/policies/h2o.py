@@ -21,6 +21,7 @@ class H2O(Policy):
     """
 
     name: ClassVar[str] = "h2o"
+    reads_spec: ClassVar[bool] = False
     keeps_history: ClassVar[bool] = True
     decay: float = 1.0
     """What is left of the sum at each slow step: 1 is the published sum; below, it forgets; 0 is `topk`."""

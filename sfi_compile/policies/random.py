@@ -17,6 +17,7 @@ class Random(Policy):
     """Tokens drawn evenly, for each head others. The same seed draws the same, whatever the text."""
 
     name: ClassVar[str] = "random"
+    reads_spec: ClassVar[bool] = False
     seed: int = 0
 
     def scores(self, evidence: Evidence) -> Tensor:

@@ -22,6 +22,7 @@ class Reach(Policy):
     """
 
     name: ClassVar[str] = "reach"
+    reads_spec: ClassVar[bool] = False
     keeps_history: ClassVar[bool] = True
     reads_values: ClassVar[bool] = True
     fading: float = 0.99

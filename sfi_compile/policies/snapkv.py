@@ -22,6 +22,7 @@ class SnapKV(Policy):
     """
 
     name: ClassVar[str] = "snapkv"
+    reads_spec: ClassVar[bool] = False
     queries: int = 32
     pool: int = 7
 

@@ -20,6 +20,7 @@ class Streaming(Policy):
     """
 
     name: ClassVar[str] = "streaming"
+    reads_spec: ClassVar[bool] = False
 
     def scores(self, evidence: Evidence) -> Tensor:
         """The later, the better."""

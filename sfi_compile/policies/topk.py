@@ -16,6 +16,7 @@ class TopK(Policy):
     """The largest mean probability over the evidence rows, without prior, suppression or exclusivity."""
 
     name: ClassVar[str] = "topk"
+    reads_spec: ClassVar[bool] = False
 
     @property
     def attended(self) -> Attended:

@@ -409,3 +409,42 @@ def test_streaming_holds_the_first_and_the_last_tokens() -> None:
         if name.startswith("sfi_held"):
             for of_head in held[0].tolist():
                 assert sorted(t for t in of_head if t >= 0) == [0, 1, *range(31 - 6 - 8, 31)]
+
+
+def test_a_policy_derived_from_one_with_kernels_has_none_unless_it_says_so() -> None:
+    """Its own scores would be another policy's on a GPU."""
+
+    class Renamed(policies.H2O):
+        pass
+
+    class Scored(policies.H2O):
+        def scores(self, evidence: Evidence) -> Tensor:
+            return -super().scores(evidence)
+
+    class Added(policies.TopK):
+        def accumulated(self, history: Tensor, attention: Tensor, tokens: int) -> Tensor:
+            return attention
+
+    class Said(Scored):
+        @property
+        def attended(self) -> policies.Attended:
+            return policies.Attended(per_step=0.5)
+
+    assert policies.attended_of(Renamed()) == policies.Attended()
+    assert policies.attended_of(Scored()) is policies.attended_of(Added()) is None
+    assert policies.attended_of(Said()) == policies.Attended(per_step=0.5)
+    assert policies.attended_of(policies.Sfi()) is None
+
+
+@pytest.mark.parametrize("bad", [{"fading": 1.5}, {"per_step": -0.1}, {"decay": 2.0}, {"weight": -1.0}, {"ahead": -1}])
+def test_scores_of_attention_are_checked(bad: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=r"Attended\(.*allowed: "):
+        policies.Attended(**bad)  # type: ignore[arg-type]
+
+
+def test_a_query_that_may_attend_to_nothing_says_nothing() -> None:
+    logits = torch.zeros(1, 2, 4)
+    logits[0, 0], logits[0, 1, 2] = -torch.inf, 3.0
+    keys, every = torch.zeros(1, 4, 2), torch.ones(4, dtype=torch.bool)
+    given = Evidence(logits, keys, every, torch.zeros(4), Config().selector())
+    assert int(policies.scores_of(policies.TopK(), given).argmax()) == 2

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -248,6 +249,35 @@ def _select_with_a_small_sample(arguments: list[Tensor], spec: SelectorSpec, til
         return _select(arguments, spec, tiles)
     finally:
         top_k_cuda.sample_rank = before
+
+
+@pytest.mark.parametrize("window", [2, 4, 7])
+def test_keys_past_the_extent_are_written_also_where_a_tile_ends_there(window: int) -> None:
+    """Of a row of whole vectors, of which the last is not full; memory that nobody wrote would be the best of keys."""
+    spec = spec_with(k_head=9, nms_window=window, sink=0, recent=1)
+    width = max(SMALL.refine // 4, SMALL.refine_least) - 2 * (window // 2)  # that a tile goes on by, with three heads
+    n = next(n for n in range(3 * width, 0, -width) if n % 16)
+    row = row_of(5, 3, 2, n, spec)
+    given = operands([row])
+    for i in (0, 2):
+        given[i] = torch.nn.functional.pad(given[i], (0, -n % 16), value=math.nan)
+    found = interpreted(_select_over_poison, given, spec, n)
+    assert_selected([row], found)
+
+
+def _select_over_poison(arguments: list[Tensor], spec: SelectorSpec, n: int) -> Tensor:
+    empty = torch.empty
+
+    def poisoned(*shape: Any, **how: Any) -> Tensor:
+        made = empty(*shape, **how)
+        return made.fill_(1e30 if made.is_floating_point() else 2**30)
+
+    torch.empty = poisoned  # type: ignore[assignment]
+    try:
+        own, shared = arguments[:3], arguments[3:]
+        return select_cuda.select_rows(*([x] for x in own), *shared, spec, min(spec.k_head, n), SMALL)[0]  # type: ignore[arg-type, misc]
+    finally:
+        torch.empty = empty
 
 
 # Packing
