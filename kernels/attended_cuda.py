@@ -1,6 +1,6 @@
 """Selection by attention alone on CUDA: all rows and KV heads of several sites in seven launches.
 
-For policies whose score is `policies.Attended`. Nothing is read on the host, so that CUDA graphs can hold it; rows that
+The formulas are `attended.py`'s. Nothing is read on the host, so that CUDA graphs can hold it; rows that
 are not slow cost empty programs, and work grows with what may be attended to, not with what is allocated. The same
 input gives the same bits, whatever the other rows are. Imports torch; triton at the first call only.
 """
@@ -10,34 +10,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from sfi_compile.kernels import addresses, top_k_cuda
+from sfi_compile.kernels.attended import Attended
 from sfi_compile.kernels.heuristics import power_of_two
 from sfi_compile.kernels.launching import launch
 
 MOST_AHEAD = 128
 """Positions that attention is carried on to, at most: each is code."""
-
-
-class Score(Protocol):
-    """`policies.Attended`, as far as kernels need it."""
-
-    @property
-    def fading(self) -> float: ...  # noqa: D102
-    @property
-    def per_step(self) -> float: ...  # noqa: D102
-    @property
-    def by_value(self) -> bool: ...  # noqa: D102
-    @property
-    def weight(self) -> float: ...  # noqa: D102
-    @property
-    def ahead(self) -> int: ...  # noqa: D102
-    @property
-    def decay(self) -> float: ...  # noqa: D102
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +54,7 @@ def select_rows(
     position: Tensor,
     since: Tensor,
     log_position: Tensor,
-    score: Score,
+    score: Attended,
     most: int,
     tiles: Tiles = Tiles(),
 ) -> Tensor:
@@ -110,9 +93,7 @@ def select_rows(
     """
     from sfi_compile.kernels import triton_attended as source
 
-    strides = {x.stride() for x in logits}
-    if len(strides) > 1 or logits[0].stride(-1) != 1:
-        raise ValueError(f"logits have strides {strides}; allowed: the same at all sites, with a last one of 1")
+    strides = top_k_cuda.strides_of(logits)
     log_position, extent = log_position.contiguous(), extent.contiguous()
     sites, (batch, heads, rows, size) = len(logits), logits[0].shape
     every, device = sites * batch, logits[0].device
@@ -127,7 +108,7 @@ def select_rows(
     launch(
         source.add, (-(-chunks // tiles.add_chunks), heads, every),
         inputs.addresses, *which, position, since, worth, counts.bins, counts.listed,
-        batch, sites, size, position.shape[0], *logits[0].stride()[:3],
+        batch, sites, size, position.shape[0], *strides,
         math.log2(score.fading) if score.fading > 0 else -1e4, score.per_step, aligned=inputs.aligned,
         heads=heads, rows=rows, block_r=min(power_of_two(rows), tiles.add_rows), block=tiles.add,
         keeps=bool(history), by_value=score.by_value, n_bins=top_k_cuda.BINS, fast=fast,

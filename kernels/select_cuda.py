@@ -87,9 +87,7 @@ def select_rows(
     """
     from sfi_compile.kernels import triton_scores as scores
 
-    strides = {x.stride() for x in logits}
-    if len(strides) > 1 or logits[0].stride(-1) != 1:
-        raise ValueError(f"logits have strides {strides}; allowed: the same at all sites, with a last one of 1")
+    strides = top_k_cuda.strides_of(logits)
     log_position, extent = log_position.contiguous(), extent.contiguous()
     sites, (batch, heads, rows, size) = len(logits), logits[0].shape
     every = sites * batch
@@ -119,7 +117,7 @@ def select_rows(
     launch(
         scores.evidence, (-(-chunks // tiles.evidence_chunks), heads, every),
         inputs.addresses, log_position, *which, mean, partials, counts.bins, counts.listed,
-        *sizes, chunks, *logits[0].stride()[:3], norm_scale, spec.alpha, 1.0 / (spec.alpha or 1.0),
+        *sizes, chunks, *strides, norm_scale, spec.alpha, 1.0 / (spec.alpha or 1.0),
         rows=rows, block_r=min(power_of_two(rows), tiles.evidence_rows), block=tiles.evidence,
         geometric=spec.alpha == 0, n_bins=top_k_cuda.BINS, aligned=inputs.aligned, **arithmetic,
         per=tiles.evidence_chunks, stages=tiles.evidence_stages, num_warps=tiles.evidence_warps,

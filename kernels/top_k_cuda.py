@@ -1,13 +1,15 @@
-"""The k best candidates of every head on CUDA, from integer keys in the order of their scores: four launches.
+"""What selections on CUDA have in common: the k best candidates of every head, from integer keys in the order of their
+scores, in four launches.
 
-Whatever scores are made of, their kernels leave keys and empty counts; the rest is the same. Imports torch; triton at
-the first call only.
+Whatever scores are made of, their kernels read logits of several sites, and leave keys and empty counts. Imports torch;
+triton at the first call only.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -60,6 +62,19 @@ class Counts:
         pieces = -(-size // tiles.choose)
         lengths = [heads * n for n in (BINS, 1, 2, 2 * pieces, 2 * pieces)]
         return cls(*torch.split(torch.empty(sum(lengths), dtype=torch.int32, device=device), lengths))
+
+
+def strides_of(logits: Sequence[Tensor]) -> tuple[int, int, int]:
+    """Strides of rows, KV heads and evidence rows of several sites' logits [B, H, R, N], which one launch reads.
+
+    Raises:
+        ValueError: the last stride is not 1, or sites differ in strides.
+    """
+    strides = {x.stride() for x in logits}
+    if len(strides) > 1 or logits[0].stride(-1) != 1:
+        raise ValueError(f"logits have strides {strides}; allowed: the same at all sites, with a last one of 1")
+    of_row, of_head, of_evidence, _ = logits[0].stride()
+    return of_row, of_head, of_evidence
 
 
 def sample_rank(k: int) -> int:

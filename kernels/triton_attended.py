@@ -5,8 +5,8 @@ Two kernels in turn, over chunks of positions; the grid and `inputs` are as in `
     add     logits → attention, added to what is left of the history, times the norm of the value
     carry   that → scores as integer keys
 
-Whatever is summed in floating point is summed in a fixed order. Imports triton, `triton_addresses` and `triton_scores`;
-`attended_cuda.py` launches.
+Whatever is summed in floating point is summed in a fixed order. Imports triton, `triton_addresses` and
+`triton_positions`; `attended_cuda.py` launches.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from sfi_compile.kernels.triton_addresses import at
-from sfi_compile.kernels.triton_scores import LOG2E, NEG_INF, NO_KEY, exp2, length_of, log2, read_until, split_fours
+from sfi_compile.kernels.triton_positions import LOG2E, NEG_INF, exp2, key_of, length_of, log2, read_until, split_fours
 
 SHORT = tl.constexpr(1)
 """`RowStatus.SHORT`: the last that adds to a history."""
@@ -114,7 +114,7 @@ def largest_before(worth, four, length, size, ahead: tl.constexpr, decay: tl.con
         best3 = tl.maximum(best3, x0 * d3)
     whole: tl.constexpr = (ahead - 3) // 4
     if whole > 0:
-        every = x0 * 0.0
+        every = tl.zeros_like(x0)
         for j in tl.static_range(1, whole + 1):
             y0, y1, y2, y3 = load_fours(worth, four, length, size, j)
             # As the first of the four sees it, which is 4 j positions after y0.
@@ -172,6 +172,4 @@ def carry(
     if carries:
         x += weight * largest_before(worth, four, length, size, ahead, decay)
     score = log2(tl.maximum(x * SCALE, LEAST), fast)
-    bits = (score + 0.0).to(tl.int32, bitcast=True)
-    key = tl.where(place > NEG_INF, bits ^ ((bits >> 31) & 0x7FFFFFFF), NO_KEY)
-    tl.store(keys + (b * heads + h).to(tl.int64) * size + t, key, read)
+    tl.store(keys + (b * heads + h).to(tl.int64) * size + t, key_of(score, place), read)

@@ -1,7 +1,7 @@
 """Triton source of packing: the support of the rows that refresh, and their keys and values, in one launch; and of
 appending to the memory of the other rows.
 
-Imports triton and `triton_addresses`; `pack_cuda.py` launches.
+Imports triton, `triton_addresses` and `triton_positions`; `pack_cuda.py` launches.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ import triton
 import triton.language as tl
 
 from sfi_compile.kernels.triton_addresses import at
-
-READY = tl.constexpr(0)
-"""`RowStatus.READY`."""
+from sfi_compile.kernels.triton_positions import READY
 
 
 @triton.jit

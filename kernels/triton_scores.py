@@ -11,9 +11,8 @@ of what is made here, `places` those of a row of `log_position`.
 
 For windows of suppression too wide for a tile, `blend`, several times `widen`, and `refine_wide` take its place.
 Logarithms are to base 2. Whatever is summed in floating point is summed in a fixed order. A row that does not refresh
-has length zero: its programs, and those past the end of any row, return at once. Arithmetic is fast or portable: `fast`
-is for NVIDIA devices, the other for an interpreter. Imports triton and `triton_addresses`;
-`select_cuda.py` launches.
+has length zero: its programs, and those past the end of any row, return at once. Imports triton, `triton_addresses` and
+`triton_positions`; `select_cuda.py` launches.
 """
 
 from __future__ import annotations
@@ -22,31 +21,22 @@ import triton
 import triton.language as tl
 
 from sfi_compile.kernels.triton_addresses import at
+from sfi_compile.kernels.triton_positions import (
+    LOG2E,
+    NEG_INF,
+    exp2,
+    key_of,
+    length_of,
+    log2,
+    read_until,
+    split_fours,
+)
 
-LOG2E = tl.constexpr(1.4426950408889634)
-NEG_INF = tl.constexpr(float("-inf"))
 ZERO = tl.constexpr(-1e20)
 """The logarithm of nothing. It is finite, so that it cancels where it must: minus infinity would give NaN."""
-READY = tl.constexpr(0)
-"""`RowStatus.READY`."""
 PARTIALS = tl.constexpr(8)
 """Per chunk, places 0 to 4: the sums of f, r, f², fr and r², scaled to a largest f and r of one; 5 and 6: the logs of
 these; 7 is not used."""
-NO_KEY = tl.constexpr(-2147483647)
-"""The key of what is no candidate, below that of any number."""
-
-
-@triton.jit
-def length_of(slow_rows, status, extent, b):
-    """Positions to work on in row b: none unless it refreshes."""
-    refreshes = tl.load(slow_rows + b) & (tl.load(status + b) == READY)
-    return tl.where(refreshes, tl.load(extent + 3 * b + 1), 0).to(tl.int32)
-
-
-@triton.jit
-def read_until(length, size):
-    """A bound for loads: `length` rounded up, so that whole vectors are loaded. What lies between may be anything."""
-    return tl.minimum((length + 15) // 16 * 16, size)
 
 
 @triton.jit
@@ -54,26 +44,6 @@ def tile_index(block: tl.constexpr, block_h: tl.constexpr):
     """Columns [block / 4, 1, 4] and heads [1, block_h, 1] of a tile: four columns to a thread, with all their heads."""
     column = tl.arange(0, block // 4)[:, None, None] * 4 + tl.arange(0, 4)[None, None, :]
     return column, tl.arange(0, block_h)[None, :, None]
-
-
-@triton.jit
-def exp2(x, fast: tl.constexpr):
-    """2^x; zero instead of what is below 2^-126."""
-    if fast:
-        y = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
-    else:
-        y = tl.exp2(x)
-    return y
-
-
-@triton.jit
-def log2(x, fast: tl.constexpr):
-    """log2(x), within 2^-22 of its size (or of one)."""
-    if fast:
-        y = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
-    else:
-        y = tl.log2(x)
-    return y
 
 
 @triton.jit
@@ -256,17 +226,7 @@ def keys_of(
             y = tl.where(h < heads, y, NEG_INF)
         y -= tl.max(y, 1, keep_dims=True)
         x += cross_alpha * (y - log2(tl.sum(exp2(y, fast), 1, keep_dims=True), fast))
-    bits = (x + 0.0).to(tl.int32, bitcast=True)  # zero is the one number with two representations
-    return tl.where(place > NEG_INF, bits ^ ((bits >> 31) & 0x7FFFFFFF), NO_KEY)
-
-
-@triton.jit
-def split_fours(x):
-    """The four columns of x [n, m, 4]."""
-    even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], 2, 2]))
-    x0, x2 = tl.split(even)
-    x1, x3 = tl.split(odd)
-    return x0, x1, x2, x3
+    return key_of(x, place)
 
 
 @triton.jit

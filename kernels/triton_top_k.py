@@ -10,7 +10,7 @@ Four kernels in turn, over integer keys that are in the order of the scores, of 
 
 The list is exact however the sample turned out: if it holds fewer than k keys, `threshold` takes all. Keys are added to
 it in any order of chunks, by atomics on integers; nothing that is returned depends on the order.
-Imports triton and `triton_scores`; `top_k_cuda.py` launches.
+Imports triton and `triton_positions`; `top_k_cuda.py` launches.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sfi_compile.kernels.triton_scores import NO_KEY, length_of, read_until
+from sfi_compile.kernels.triton_positions import NO_KEY, length_of, read_until
 
 BINS = tl.constexpr(256)
 DIGITS = tl.constexpr(256)

@@ -199,10 +199,7 @@ class Config:
         return config
 
 
-OF_THE_PAPERS_SELECTOR = frozenset(
-    "alpha norm_weight norm_gamma position_weight position_power position_eta lambda_clip lambda_clip_multi nms_window "
-    "nms_alpha exclusivity_alpha exclusivity_temperature".split()
-)
+OF_THE_PAPERS_SELECTOR = {f.name for f in dataclasses.fields(SelectorSpec)} - {"k_head", "sink", "recent", "policy"}
 """Options that no policy of this package but `sfi` reads; one of a user's own may."""
 
 

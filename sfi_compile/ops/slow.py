@@ -240,7 +240,8 @@ def accumulate(
         if not tokens[b]:
             history[b] = 0.0
         past, own = history[b, :, : lengths[b]], logits[b, ..., : lengths[b]]
-        # All -inf, a query that may attend to nothing adds nothing.
+        # All -inf, which is so where no query may attend to anything, nothing is added. Beside others that may, such a
+        # query's logits are zero (`attention.dense_row`): it adds the same everywhere.
         attention = own.softmax(-1).nan_to_num_(0.0).sum(1)
         if found[b] > RowStatus.SHORT:
             attention.zero_()

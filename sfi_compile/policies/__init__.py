@@ -5,8 +5,8 @@ refresh, in the mean over the sites; all go through the same passes and the same
 `config`.
 """
 
+from sfi_compile.kernels.attended import Attended
 from sfi_compile.policies.base import (
-    Attended,
     Evidence,
     Policy,
     attended_of,

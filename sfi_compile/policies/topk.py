@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from sfi_compile.policies.base import Attended, Evidence, Policy, register
+from sfi_compile.kernels.attended import Attended
+from sfi_compile.policies.base import Evidence, Policy, register
 
 
 @register
