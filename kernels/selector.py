@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sfi_compile.config import POSITION_BETA, SelectorSpec
+from sfi_compile.kernels.support import running_count
 
 NEG_INF = float("-inf")
 MIN_NORM = 1e-6
@@ -42,7 +43,7 @@ def log_position(candidates: Tensor, spec: SelectorSpec) -> Tensor:
     """
     count = candidates.sum(-1, keepdim=True).clamp_min(1)
     # Rank among the candidates over their number: u in [0, 1), so log(1 - u) is finite.
-    u = (candidates.cumsum(-1) - 1).clamp_min_(0) / count
+    u = (running_count(candidates) - 1).clamp_min_(0) / count
     place = -POSITION_BETA * u.pow(spec.position_power) + spec.position_eta * torch.log1p(-u)
     return torch.where(candidates, spec.position_weight * place, NEG_INF)
 

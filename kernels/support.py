@@ -10,11 +10,46 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+RUN = 256
+"""Positions that are counted by themselves at first (`in_runs`)."""
+
+
+def in_runs(flags: Tensor) -> tuple[Tensor, Tensor]:
+    """How many of the flags, bool [..., N], are set, in runs of positions: a GPU would go through a long row step by
+    step.
+
+    Returns:
+        int64 [..., runs, RUN], in its run, up to each position; int64 [..., runs], up to the end of each run.
+    """
+    size = flags.shape[-1]
+    runs = max(-(-size // RUN), 1)
+    whole = torch.nn.functional.pad(flags, (0, runs * RUN - size))
+    inside = whole.reshape(*flags.shape[:-1], runs, RUN).cumsum(-1)
+    return inside, inside[..., -1].cumsum(-1)
+
+
+def running_count(flags: Tensor) -> Tensor:
+    """How many of the flags, bool [..., N], are set up to each position, int64: `flags.cumsum(-1)`."""
+    inside, ends = in_runs(flags)
+    return (inside + (ends - inside[..., -1]).unsqueeze(-1)).flatten(-2)[..., : flags.shape[-1]]
+
+
+def first_places(flags: Tensor, count: int) -> Tensor:
+    """Where the first `count` flags of bool [..., N] are set, int64 [..., count]; -1 past the last."""
+    inside, ends = in_runs(flags)
+    *rows, runs = ends.shape
+    ranks = torch.arange(1, count + 1, device=flags.device).expand(*rows, -1).contiguous()
+    found = torch.searchsorted(ends, ranks)  # the run
+    run = found.clamp(max=runs - 1)
+    left = ranks - (ends - inside[..., -1]).gather(-1, run)
+    counts = inside.gather(-2, run.unsqueeze(-1).expand(*run.shape, RUN))
+    return torch.where(found < runs, run * RUN + (counts < left.unsqueeze(-1)).sum(-1), -1)
+
 
 def candidates(allowed: Tensor, position: int | Tensor, sink: int, recent: int) -> Tensor:
     """Positions that a selector may choose, bool [..., N]: allowed, past the sink, before the recent segment."""
     t = torch.arange(allowed.shape[-1], device=allowed.device)
-    return allowed & (allowed.cumsum(-1) > sink) & (t <= position - recent)
+    return allowed & (running_count(allowed) > sink) & (t <= position - recent)
 
 
 def frame(allowed: Tensor, position: int | Tensor, sink: int, recent: int, selected_end: int, slots: int) -> Tensor:
@@ -33,11 +68,8 @@ def frame(allowed: Tensor, position: int | Tensor, sink: int, recent: int, selec
     """
     *rows, size = allowed.shape
     held = torch.full((*rows, slots), -1, dtype=torch.int64, device=allowed.device)
-    rank = allowed.cumsum(-1)
-    # Where the r-th allowed token is; past the end if there are fewer.
-    ranks = torch.arange(1, sink + 1, device=allowed.device).expand(*rows, -1).contiguous()
-    first = torch.searchsorted(rank, ranks)
-    held[..., :sink] = torch.where(first < size, first, -1)
+    rank = running_count(allowed)
+    held[..., :sink] = first_places(allowed, sink)
     segment = torch.arange(1 - recent, 1, device=allowed.device) + position
     inside = segment.clamp(0, size - 1)
     # The token just written is held, too: a mask that is strictly causal lets through only later queries.

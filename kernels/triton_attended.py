@@ -88,20 +88,27 @@ def add(
 
 
 @triton.jit
-def load_fours(worth, four, length, size, behind: tl.constexpr):
-    """The four columns of the runs of four positions that lie `behind` runs before some; zeros outside."""
+def load_fours(worth, four, length, size, behind: tl.constexpr, inside: tl.constexpr):
+    """The four columns of the runs of four positions that lie `behind` runs before some; zeros outside.
+
+    `inside`: nothing lies outside.
+    """
     t = (four - behind)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    x = tl.load(worth + t, (t >= 0) & (t < read_until(length, size)), other=0.0)
-    return split_fours(tl.where(t < length, x, 0.0)[:, None, :])
+    if inside:
+        x = tl.load(worth + t)
+    else:
+        x = tl.load(worth + t, (t >= 0) & (t < read_until(length, size)), other=0.0)
+        x = tl.where(t < length, x, 0.0)
+    return split_fours(x[:, None, :])
 
 
 @triton.jit
-def largest_before(worth, four, length, size, ahead: tl.constexpr, decay: tl.constexpr):
+def largest_before(worth, four, length, size, ahead: tl.constexpr, decay: tl.constexpr, inside: tl.constexpr):
     """`max(decay^e * worth(t - e))`, e from 0 to `ahead`, at each of the four positions t of some runs.
 
     Runs that all four look back on as a whole are looked at once.
     """
-    x0, x1, x2, x3 = load_fours(worth, four, length, size, 0)
+    x0, x1, x2, x3 = load_fours(worth, four, length, size, 0, inside)
     best0, best1, best2, best3 = x0, x1, x2, x3
     d1: tl.constexpr = decay
     d2: tl.constexpr = decay * decay
@@ -116,14 +123,14 @@ def largest_before(worth, four, length, size, ahead: tl.constexpr, decay: tl.con
     if whole > 0:
         every = tl.zeros_like(x0)
         for j in tl.static_range(1, whole + 1):
-            y0, y1, y2, y3 = load_fours(worth, four, length, size, j)
+            y0, y1, y2, y3 = load_fours(worth, four, length, size, j, inside)
             # As the first of the four sees it, which is 4 j positions after y0.
             near = tl.maximum(tl.maximum(y3, y2 * d1), tl.maximum(y1 * d2, y0 * d3))
             every = tl.maximum(every, near * (decay ** (4 * j - 3)))
         best0, best1 = tl.maximum(best0, every), tl.maximum(best1, every * d1)
         best2, best3 = tl.maximum(best2, every * d2), tl.maximum(best3, every * d3)
     for j in tl.static_range(max(whole, 0) + 1, (ahead + 3) // 4 + 1):
-        y0, y1, y2, y3 = load_fours(worth, four, length, size, j)
+        y0, y1, y2, y3 = load_fours(worth, four, length, size, j, inside)
         # Column k is 4 j + c - k positions before column c.
         best0 = if_near(best0, y0, 4 * j, ahead, decay)
         best0 = if_near(best0, y1, 4 * j - 1, ahead, decay)
@@ -154,6 +161,32 @@ def if_near(best, x, e: tl.constexpr, ahead: tl.constexpr, decay: tl.constexpr):
 
 
 @triton.jit
+def carry_block(
+    worth, log_position, keys, b, h, batch, size, places, heads, weight, length,
+    ahead: tl.constexpr, decay: tl.constexpr, carries: tl.constexpr, inside: tl.constexpr, block: tl.constexpr,
+    fast: tl.constexpr,
+):  # fmt: skip
+    """What `carry` writes of this program's positions; `inside`: they, and those before that matter, are in the row."""
+    four = tl.program_id(0) * (block // 4) + tl.arange(0, block // 4)
+    t = four[:, None] * 4 + tl.arange(0, 4)[None, :]
+    read = t < read_until(length, size)
+    place_at = log_position + (b % batch).to(tl.int64) * places + t
+    worth += (b * heads + h).to(tl.int64) * size
+    keys += (b * heads + h).to(tl.int64) * size
+    if inside:
+        place, x = tl.load(place_at), tl.load(worth + t)
+    else:
+        place, x = tl.load(place_at, t < length, other=NEG_INF), tl.load(worth + t, read, other=0.0)
+    if carries:
+        x += weight * largest_before(worth, four, length, size, ahead, decay, inside)
+    key = key_of(log2(tl.maximum(x * SCALE, LEAST), fast), place)
+    if inside:
+        tl.store(keys + t, key)
+    else:
+        tl.store(keys + t, key, read)
+
+
+@triton.jit
 def carry(
     worth, log_position, slow_rows, status, extent, keys, batch, size, places, heads, weight,
     ahead: tl.constexpr, decay: tl.constexpr, carries: tl.constexpr, block: tl.constexpr, fast: tl.constexpr,
@@ -163,13 +196,15 @@ def carry(
     length = length_of(slow_rows, status, extent, b % batch)
     if tl.program_id(0) * block >= length:
         return
-    four = tl.program_id(0) * (block // 4) + tl.arange(0, block // 4)
-    t = four[:, None] * 4 + tl.arange(0, 4)[None, :]
-    read = t < read_until(length, size)
-    place = tl.load(log_position + (b % batch).to(tl.int64) * places + t, t < length, other=NEG_INF)
-    worth += (b * heads + h).to(tl.int64) * size
-    x = tl.load(worth + t, read, other=0.0)
-    if carries:
-        x += weight * largest_before(worth, four, length, size, ahead, decay)
-    score = log2(tl.maximum(x * SCALE, LEAST), fast)
-    tl.store(keys + (b * heads + h).to(tl.int64) * size + t, key_of(score, place), read)
+    # Most programs have all that they look at before the length: half of the work is finding out.
+    first = tl.program_id(0) * block
+    if (first >= (ahead + 3) // 4 * 4) & (first + block <= length):
+        carry_block(
+            worth, log_position, keys, b, h, batch, size, places, heads, weight, length,
+            ahead, decay, carries, True, block, fast,
+        )  # fmt: skip
+    else:
+        carry_block(
+            worth, log_position, keys, b, h, batch, size, places, heads, weight, length,
+            ahead, decay, carries, False, block, fast,
+        )  # fmt: skip

@@ -89,6 +89,13 @@ def capped(x, softcap):
 
 
 @triton.jit
+def hidden(x):
+    """The number, which the compiler cannot know: where it knows the factor of the logits, what it makes of the loop of
+    `attend` takes 2.5 % longer (H200, Triton 3.6)."""
+    return tl.where(tl.program_id(0) > 0x7FFFFFF0, 0.0, x)
+
+
+@triton.jit
 def log2(x, on_device: tl.constexpr):
     """One instruction, right to 2^-22, instead of a polynomial; the interpreter does not know it."""
     if on_device:
@@ -170,6 +177,7 @@ def attend(
     k_here = k + b * k_b + h * k_h + first.to(tl.int64) * k_t
     v_here = v + b * v_b + h * v_h + first.to(tl.int64) * v_t
     pitch = pitch_of(size)
+    scale = hidden(scale)
     logits_base = logits + head.to(tl.int64) * rows * pitch
     norm_base = log_norm + head.to(tl.int64) * pitch
 

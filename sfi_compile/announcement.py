@@ -23,11 +23,14 @@ class Announcement:
 
     def __init__(self, batch: int, told: Mapping[str, tuple[Tensor, ...]], zeroed: tuple[Tensor, ...]) -> None:
         self.told, self.zeroed = told, zeroed
+        names: dict[torch.dtype, list[str]] = {}
+        for name, states in told.items():
+            names.setdefault(states[0].dtype, []).append(name)
+        pinned = any(states[0].is_cuda for states in told.values())
         # The device has read these when the next step's guard has its answer; nothing is told before that.
-        self.host = {
-            name: torch.empty(batch, dtype=states[0].dtype, pin_memory=states[0].is_cuda)
-            for name, states in told.items()
-        }
+        self.host = [
+            (alike, torch.empty(len(alike), batch, dtype=dtype, pin_memory=pinned)) for dtype, alike in names.items()
+        ]
         every = [*zeroed, *(state for states in told.values() for state in states)]
         self.device = every[0].device if len({t.device for t in every}) == 1 and every[0].is_cuda else None
         self.times = 0
@@ -35,8 +38,8 @@ class Announcement:
 
     def tell(self, values: Mapping[str, Sequence[int]]) -> None:
         """Write `values` [batch], by name; names that are not told are left out."""
-        for name, host in self.host.items():
-            host.copy_(torch.tensor(values[name]))
+        for names, host in self.host:
+            host.copy_(torch.tensor([values[name] for name in names]))
         self.times += 1
         if self.device is not None and self.graph is None and self.times > 1:
             self.graph = captured(self.device, self._write)
@@ -46,8 +49,9 @@ class Announcement:
             self.graph.replay()
 
     def _write(self) -> None:
-        for name, host in self.host.items():
-            for state in self.told[name]:
-                state.copy_(host, non_blocking=True)
+        for names, host in self.host:
+            for name, row in zip(names, host, strict=True):
+                for state in self.told[name]:
+                    state.copy_(row, non_blocking=True)
         for state in self.zeroed:
             state.zero_()

@@ -15,10 +15,11 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from sfi_compile.config import Config, SelectorSpec
 from sfi_compile.kernels import reference, support
-from sfi_compile.ops import RowStatus
+from sfi_compile.ops import RowStatus, device
 from tests.kernels.cases import Attention, attentions, dense, frame, poisoned_empty
 
 NEAR_TIE = 1e-3
@@ -228,3 +229,33 @@ def test_slots_in_their_layout(allowed: Tensor, sink: int, recent: int, heads: i
         for slot, t in enumerate(held[h, sink + k :].tolist()):
             assert t in (-1, position - recent + 1 + slot)
     assert held[:, sink + k + recent :].eq(-1).all()
+
+
+@pytest.mark.parametrize("size", [1, 255, 256, 257, 1536, 5000])
+def test_counts_in_runs_are_cumulative_sums(size: int) -> None:
+    flags = torch.rand(3, size, generator=torch.Generator().manual_seed(size)) < 0.3
+    flags[2] = False
+    found = support.running_count(flags)
+    assert found.dtype == torch.int64
+    assert torch.equal(found, flags.cumsum(-1))
+    for count in (1, 4, 300):
+        places = support.first_places(flags, count)
+        for row, own in zip(places, flags, strict=True):
+            set_at = own.nonzero().flatten()[:count].tolist()
+            assert row.tolist() == set_at + [-1] * (count - len(set_at))
+
+
+@pytest.mark.parametrize("size", [40, 512, 1000])
+def test_frames_compile(size: int) -> None:
+    """What a GPU's slow graph holds of `sfi::frame` is compiled by Inductor."""
+    spec = Config.from_options({"sink": 3, "recent": 16}).selector().to_text()
+    mask = torch.rand(2, 1, 1, size, generator=torch.Generator().manual_seed(0)) < 0.5
+    slow_rows, position = torch.tensor([True, True]), torch.tensor([size - 2])
+
+    def frame(*values: Tensor) -> tuple[Tensor, ...]:
+        return device.frame(*values, spec, 11, 40)
+
+    traced = make_fx(frame)(mask, slow_rows, position)
+    found = torch.compile(traced, backend="inductor", fullgraph=True)(mask, slow_rows, position)
+    for own, expected in zip(found, frame(mask, slow_rows, position), strict=True):
+        torch.testing.assert_close(own, expected)
