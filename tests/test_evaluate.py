@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import sfi_compile
 from sfi_compile import cli
 from sfi_compile.lab import arguments, evaluate, plots, tasks
 from sfi_compile.lab.errors import LabError
@@ -199,6 +200,7 @@ def test_a_memory_of_everything_is_dense_and_a_small_one_is_not(
         assert row["kl"] == pytest.approx(0.0, abs=1e-6)
         assert row["nll"] == pytest.approx(row["nll_dense"], abs=1e-5)
         assert row["top1"] == 1.0
+        assert row["recall"] == pytest.approx([1.0] * 24, abs=1e-5)
         assert row["slow_share"] == pytest.approx(1 / 24)  # the first step alone: later, more than 100 tokens are there
     (row, _) = evaluate.found_of(small, Records(path))
     assert row["kl"] > 1e-6
@@ -233,6 +235,70 @@ def test_the_reference_is_the_model_token_by_token(folder: Path, prompt: Path) -
         assert int(layer.cumulative_length) == 59
 
 
+def test_recall_is_the_dense_attention_on_what_memories_hold(folder: Path) -> None:
+    """Against memories read after every step, and attention of the whole text at once."""
+    from sfi_compile.lab.decode import Decoder
+    from sfi_compile.lab.models import load, static_cache
+
+    model, _ = load(str(folder), torch.float32)
+    ids = torch.randint(3, model.config.vocab_size, (200,), generator=torch.Generator().manual_seed(0)).tolist()
+    rows = tasks.passages("natural", ids, encode, 60, 40, 2, 0)
+    rows[1] = tasks.Passage(rows[1].context, rows[1].targets[:25], rows[1].scored[:25])
+    cache = static_cache(model, 103)
+    reference = evaluate.Reference.of(model, cache, rows, lambda done: None)
+    options = {
+        "policy": "topk",
+        "k_head": 8,
+        "recent": 3,
+        "refresh_interval": 6,
+        "min_refresh_gap": 4,
+        "min_context": 0,
+    }
+    # So that rows do not refresh at once.
+    boundary = next(t for t in reference.tokens[0, 10:].tolist() if t not in reference.tokens[1])
+    with eager_lowering():
+        decoder = Decoder(model, cache, "sfi", {"boundary_token_ids": (boundary,), **options})
+        found = [row["recall"] for row in evaluate._measure(decoder, model, cache, reference, lambda done: None)]
+        reference.restore(cache)
+        sfi_compile.reset()
+        held, made = [], []
+        for i in range(40):
+            decoder.step(reference.tokens[:, i : i + 1])
+            at, sites = decoder.supports()
+            made.append(at)
+            held.append([site.clone() for site in sites])
+    assert len({tuple(x) for x in zip(*made, strict=True)}) == 2
+    model.set_attn_implementation("eager")
+    whole = torch.cat([torch.tensor([row.context for row in rows])[:, :-1], reference.tokens], 1)
+    with torch.no_grad():
+        attentions = model(whole, output_attentions=True).attentions
+    for b in (0, 1):
+        of_age: dict[int, list[float]] = {}
+        for i in range(40):
+            shares = []
+            for layer, site in zip(attentions, held[i], strict=True):
+                for head in range(layer.shape[1]):
+                    kept = {int(t) for t in site[b, head // (layer.shape[1] // site.shape[1])] if t >= 0}
+                    shares.append(math.fsum(float(layer[b, head, 59 + i, t]) for t in kept))
+            of_age.setdefault(59 + i - int(made[i][b]), []).append(math.fsum(shares) / len(shares))
+        expected = [math.fsum(of_age[age]) / len(of_age[age]) for age in range(len(of_age))]
+        assert found[b] == pytest.approx(expected, abs=2e-6)
+    assert 0.1 < found[0][0] < 1.0
+
+
+def test_without_probabilities_there_is_no_recall(folder: Path, prompt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model of which not every site gives them."""
+    real = evaluate.probabilities_of
+    monkeypatch.setattr(evaluate, "probabilities_of", lambda model, layers, *rest: real(model, (0,), *rest))
+    records = Records(None)
+    settings = settings_of(folder, prompt, keeps=(0.3,), tasks=("natural",))
+    with eager_lowering():
+        evaluate.run_eval(settings, records)
+    rows = evaluate.found_of(settings, records)
+    assert [row["recall"] for row in rows] == [None, None]
+    assert evaluate.summarise(rows)[0]["recall"] is None
+
+
 def test_summaries_are_means_and_deviations() -> None:
     about = {"context": 100, "policy": "topk", "keep": 0.1, "task": "copy"}
     rest = {"kl": 0.0, "top1": 1.0, "score": 1.0, "score_dense": 1.0}
@@ -240,6 +306,10 @@ def test_summaries_are_means_and_deviations() -> None:
     rows = [about | rest | shared | {"nll": nll, "nll_dense": 1.0} for nll in (1.5, 2.5)]
     (found,) = evaluate.summarise(rows)
     assert found["passages"] == 2
+    assert found["recall"] is None  # of records that an earlier version wrote
+    recalls: list[list[float | None]] = [[0.5, 0.25, None], [1.0, None, None, 0.125]]
+    (caught,) = evaluate.summarise([row | {"recall": r} for row, r in zip(rows, recalls, strict=True)])
+    assert caught["recall"] == [0.75, 0.25, None, 0.125]
     assert found["delta"] == pytest.approx(1.0)
     assert found["delta_spread"] == pytest.approx(math.sqrt(0.5))
     assert evaluate.summarise(rows[:1])[0]["delta_spread"] is None
@@ -259,7 +329,7 @@ def test_the_command_shows_draws_and_goes_on(
     assert {line["policy"] for line in lines} == {"topk", "random(seed=2)"}
     assert all(line["kl"] >= 0.0 and line["tokens_per_second"] > 0 for line in lines)
     shown = "".join(capsys.readouterr().out.split())
-    assert all(part in shown for part in ("rand", "natural", "copy", "20%"))
+    assert all(part in shown for part in ("rand", "natural", "copy", "20%", "shareofdenseattention"))
     assert figure.read_bytes()[:4] == b"\x89PNG"
     assert cli.main([*arguments, "--policy", "topk", "--keep", "0.2"]) == 0
     assert len(out.read_text().splitlines()) == 8

@@ -17,6 +17,7 @@ from sfi_compile import cli
 from sfi_compile.lab import models, overlap, plots, stability, texts
 from sfi_compile.lab.errors import LabError
 from sfi_compile.lab.overlap import DISTANCES, RELATIONS, Track
+from sfi_compile.lab.probabilities import probabilities_of
 
 CONTEXT, TOKENS = 100, 40
 
@@ -298,9 +299,9 @@ def test_layers_with_a_window_are_left_out(folder: Path, prompt: Path, tmp_path:
 def test_the_model_is_left_as_it_was(folder: Path) -> None:
     model, _ = models.load(str(folder), torch.float32)
     seen: list[tuple[int, tuple[int, ...]]] = []
-    with stability.probabilities_of(model, None, 9, lambda layer, found: seen.append((layer, tuple(found.shape)))):
+    with probabilities_of(model, None, 9, lambda layer, found: seen.append((layer, tuple(found.shape)))):
         model(torch.arange(9)[None])
-    assert seen == [(0, (9, 2, 9)), (1, (9, 2, 9))]
+    assert seen == [(0, (1, 9, 2, 9)), (1, (1, 9, 2, 9))]
     assert model.config._attn_implementation == "sdpa"
     model(torch.arange(9)[None])
     assert len(seen) == 2

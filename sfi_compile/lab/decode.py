@@ -1,6 +1,6 @@
 """One decode loop for everything in the lab: prefill, timed steps, and what each step was, read from the counters.
 
-Imports the package's public names, `compat.dynamo`, `lab.errors` and `lab.models`.
+Imports the package's public names, `compat.dynamo`, `diagnostics`, `lab.errors` and `lab.models`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 
 import sfi_compile
 from sfi_compile.compat.dynamo import BackendCompilerFailed, compiled_graphs
+from sfi_compile.diagnostics import runners
 from sfi_compile.lab.errors import LabError
 from sfi_compile.lab.models import cache_keyword
 
@@ -108,6 +109,17 @@ class Decoder:
     def memory_bytes(self) -> int:
         """Bytes of packed memory and other state of this model."""
         return sfi_compile.stats().memory_bytes - self._earlier[1]
+
+    def supports(self) -> tuple[list[int | None], list[torch.Tensor]]:
+        """What the memories of the graph that ran last hold, as `DecodeRunner.supports` says. Of `backend="sfi"`.
+
+        Raises:
+            LabError: no graph, or several, have decoded since the last reset: a model compiled in pieces.
+        """
+        ran = [runner for runner in runners if runner.next_position is not None]
+        if len(ran) != 1:
+            raise LabError(f"{len(ran)} compiled graphs have memories; allowed: one, of the whole model")
+        return ran[0].supports()
 
     def processor_share(self) -> float | None:
         """Processors that this process kept busy in its timed steps; well below 1 on a CPU, others were using them."""

@@ -22,7 +22,9 @@ from sfi_compile.config import PRESETS
 from sfi_compile.lab.decode import Decoder, forget_graphs, prefill
 from sfi_compile.lab.errors import LabError
 from sfi_compile.lab.models import cache_keyword, check_positions, load, static_cache
+from sfi_compile.lab.probabilities import probabilities_of
 from sfi_compile.lab.progress import Progress
+from sfi_compile.lab.recall import Recorder
 from sfi_compile.lab.records import Records
 from sfi_compile.lab.shapes import rewind
 from sfi_compile.lab.tasks import Passage, check_task, passages
@@ -127,8 +129,8 @@ def run_eval(settings: EvalSettings, records: Records, progress: Progress | None
             decoder = Decoder(model, cache, "sfi", {"boundary_token_ids": boundaries, **options})
             for task in tasks:
                 about = f"{policy}, keep {keep:g}, {task}, context {context}"
-                with show.bar(references[task].steps, about) as advance:
-                    measured = list(_measure(decoder, cache, references[task], advance))
+                with show.bar(2 * references[task].steps, about) as advance:
+                    measured = list(_measure(decoder, model, cache, references[task], advance))
                 key = keys[context, policy, keep, task]
                 records.add([key | {"passage": i} | row for i, row in enumerate(measured)])
 
@@ -211,19 +213,23 @@ def _log_probabilities(logits: Tensor) -> Tensor:
 
 
 def _measure(
-    decoder: Decoder, cache: Any, reference: Reference, advance: Callable[[int], None]
+    decoder: Decoder, model: Any, cache: Any, reference: Reference, advance: Callable[[int], None]
 ) -> Iterator[dict[str, Any]]:
     """What each row's record says beside its key."""
     reference.restore(cache)
     sfi_compile.reset()
     first = len(decoder.steps)
     found = []
+    recorder = Recorder()
     for i in range(reference.steps):
         found.append(_log_probabilities(decoder.step(reference.tokens[:, i : i + 1])))
+        if decoder.sites():
+            recorder.add(*decoder.supports())
         advance(1)
     stats = sfi_compile.stats()
     if not stats.sites:
         raise LabError(f"no attention site was rewritten: {'; '.join(map(str, stats.rejections)) or 'no rejections'}")
+    recalls = _recalls(model, cache, reference, recorder, decoder.sites(), advance)
     steps = [s for s in decoder.steps[first:] if not s.compiled]
     shared = {
         # Of a batch that decides row by row: slow rows over all rows and steps.
@@ -236,7 +242,34 @@ def _measure(
     dense = iter(torch.split(reference.log_probabilities, reference.scored.sum(1).tolist()))
     for row in range(len(got)):
         scored, wanted = reference.scored[row], next(dense)
-        yield _compare(got[row][scored], wanted, reference.targets[row][scored]) | shared
+        yield _compare(got[row][scored], wanted, reference.targets[row][scored]) | shared | {"recall": recalls[row]}
+
+
+def _recalls(
+    model: Any, cache: Any, reference: Reference, recorder: Recorder, sites: int, advance: Callable[[int], None]
+) -> list[list[float | None] | None]:
+    """Of each row, how much of dense attention its memory caught, by tokens since it was made, mean over the layers.
+
+    None where the layers that give probabilities are not the sites, one for one.
+    """
+    batch, positions = len(reference.tokens), max(layer.keys.shape[2] for layer in cache.layers)
+    reference.restore(cache)
+    caught = torch.zeros(batch, reference.steps)
+    for start in range(0, reference.steps, CHUNK):
+        piece = reference.tokens[:, start : start + CHUNK]
+        layers: list[Tensor | None] = []
+
+        def catch(layer: int, probabilities: Tensor, start: int = start, layers: list[Any] = layers) -> None:
+            layers.append(recorder.caught(probabilities, len(layers), start) if len(layers) < sites else None)
+
+        with torch.no_grad(), probabilities_of(model, None, positions, catch):
+            model(piece, **{cache_keyword(model): cache, "use_cache": True})
+        found = [x for x in layers if x is not None]
+        if len(layers) != sites:
+            return [None] * batch
+        caught[:, start : start + CHUNK] = torch.stack(found).mean(0)
+        advance(piece.shape[1])
+    return [*recorder.by_age(caught, reference.context)]
 
 
 def _compare(got: Tensor, dense: Tensor, targets: Tensor) -> dict[str, Any]:
@@ -276,5 +309,13 @@ def summarise(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for key, values in columns.items():
             summary[key] = statistics.fmean(values)
             summary[f"{key}_spread"] = statistics.stdev(values) if len(values) > 1 else None
+        summary["recall"] = _mean_by_age([m.get("recall") for m in members])
         found.append(summary | {key: members[0][key] for key in ("slow_share", "support", "tokens_per_second")})
     return found
+
+
+def _mean_by_age(recalls: list[list[float | None] | None]) -> list[float | None] | None:
+    """Means over passages, age by age; None where no passage has one."""
+    every = [recall for recall in recalls if recall is not None]
+    by_age = [[r for r in of_age if r is not None] for of_age in itertools.zip_longest(*every)]
+    return [statistics.fmean(x) if x else None for x in by_age] if every else None

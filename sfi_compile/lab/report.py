@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -210,14 +210,19 @@ def show_kernels(screen: Screen, result: Mapping[str, Any]) -> None:
     screen.out.print(table)
 
 
-def show_eval(screen: Screen, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Table of `sfi eval`, from the lines of `lab.evaluate.summarise`."""
+RECALL_AGES = 0, 1, 2, 4, 8, 16, 24, 31
+"""Tokens since a memory was made at which `sfi eval` shows what it catches, as far as they occur."""
+
+
+def show_eval(screen: Screen, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Tables of `sfi eval`, from the lines of `lab.evaluate.summarise`."""
+    rows = sorted(rows, key=lambda r: (r["task"], r["context"]))
     columns = "task", "policy", "kept", "Δ NLL", "dense", "KL", "top 1", "right", "slow", "tokens/s"
     title = (
         "NLL over dense, nats a token (mean ±standard deviation over passages); same first choice; right, and of dense"
     )
     table = _table(title, *columns)
-    for row in sorted(rows, key=lambda r: (r["task"], r["context"])):
+    for row in rows:
         delta = f"{row['delta']:+.3f}" + ("" if row["delta_spread"] is None else f" ±{row['delta_spread']:.2f}")
         right = f"{100 * row['score']:.0f}/{100 * row['score_dense']:.0f} %"
         shares = [f"{100 * row[key]:.0f} %" for key in ("keep", "top1")]
@@ -226,6 +231,16 @@ def show_eval(screen: Screen, rows: Iterable[Mapping[str, Any]]) -> None:
         dense, kl = (f"{row[key]:.3f}" for key in ("nll_dense", "kl"))
         table.add_row(name, row["policy"], shares[0], delta, dense, kl, shares[1], right, slow, speed)
     screen.out.print(table)
+    recalls = {i: row["recall"] for i, row in enumerate(rows) if row.get("recall")}
+    if recalls:
+        ages = [age for age in RECALL_AGES if age < max(map(len, recalls.values()))]
+        title = "share of dense attention that lies on what the memory holds, by tokens since it was made"
+        table = _table(title, "task", "policy", "kept", *map(str, ages))
+        for i, recall in recalls.items():
+            row, shown = rows[i], [recall[age] if age < len(recall) else None for age in ages]
+            kept = f"{100 * row['keep']:.0f} %"
+            table.add_row(f"{row['task']} {row['context']}", row["policy"], kept, *(number(x, ".3f") for x in shown))
+        screen.out.print(table)
 
 
 def show_stability(screen: Screen, result: Mapping[str, Any]) -> None:

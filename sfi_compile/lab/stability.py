@@ -5,14 +5,13 @@ Imports the package's public names and the lab.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import sfi_compile
 from sfi_compile.lab.bench import versions
@@ -20,6 +19,7 @@ from sfi_compile.lab.decode import prefill
 from sfi_compile.lab.errors import LabError
 from sfi_compile.lab.models import check_positions, load, static_cache
 from sfi_compile.lab.overlap import Track, bin_edges, spread, summarise
+from sfi_compile.lab.probabilities import probabilities_of
 from sfi_compile.lab.progress import Progress
 from sfi_compile.lab.texts import given_text, prompt_ids
 
@@ -104,7 +104,7 @@ def run_stability(settings: StabilitySettings, progress: Progress | None = None)
     def compare(layer: int, probabilities: Tensor) -> None:
         for name, (first, end, k) in ranges.items():
             track = tracks[name].setdefault(layer, Track(k, bins=bins if name == "all" else 0))
-            track.add(probabilities[..., first:end])
+            track.add(probabilities[0, ..., first:end])
 
     with show.bar(settings.tokens, "measuring") as advance, probabilities_of(model, settings.layers, needed, compare):
         for chunk in torch.split(ids[:, settings.context :], _chunk(model, needed), dim=1):
@@ -135,47 +135,6 @@ def run_stability(settings: StabilitySettings, progress: Progress | None = None)
         },
         "versions": versions(),
     }
-
-
-@contextlib.contextmanager
-def probabilities_of(
-    model: Any, layers: Sequence[int] | None, positions: int, each: Callable[[int, Tensor], None]
-) -> Iterator[None]:
-    """While it lasts, the model attends eagerly, and `each` gets (layer, probabilities) of every layer as it runs.
-
-    Probabilities are float32 [tokens, kv_heads, positions], averaged over the query heads of the group. They are
-    dropped after the call, so that no two layers' are held. Layers that do not attend to all `positions` of the static
-    cache (sliding windows, linear attention) are passed over.
-
-    Raises:
-        LabError: the model's attention cannot be made eager.
-    """
-    before = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    if model.config._attn_implementation != "eager":
-        raise LabError(
-            f"{type(model).__name__} cannot be set to eager attention, so it gives no probabilities; allowed: decoders "
-            "on the attention interface of transformers"
-        )
-
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
-        weights = output[1] if isinstance(output, tuple) and len(output) > 1 else None
-        if not isinstance(weights, Tensor) or weights.ndim != 4 or weights.shape[-1] != positions:
-            return
-        group = int(getattr(module, "num_key_value_groups", 0)) or _group(model, weights.shape[1])
-        heads, tokens = weights.shape[1] // group, weights.shape[2]
-        grouped = weights.float().view(heads, group, tokens, positions).mean(1)
-        each(_layer(module), grouped.transpose(0, 1))
-
-    hooks = [
-        module.register_forward_hook(hook) for module in _numbered(model) if layers is None or _layer(module) in layers
-    ]
-    try:
-        yield
-    finally:
-        for handle in hooks:
-            handle.remove()
-        model.set_attn_implementation(before)
 
 
 def _check(settings: StabilitySettings, model: Any, available: int) -> None:
@@ -226,23 +185,6 @@ def _range(
         "rows": summarise(tracks, ends),
         "by_layer": by_layer,
     }
-
-
-def _layer(module: nn.Module) -> int:
-    """The number of the layer that a module is part of; -1 of a module that does not know."""
-    number = getattr(module, "layer_idx", None)
-    return number if isinstance(number, int) else -1
-
-
-def _numbered(model: nn.Module) -> list[nn.Module]:
-    """The innermost modules that know their layer: attention, not the decoder layer around it."""
-    known = [module for module in model.modules() if _layer(module) >= 0]
-    return [module for module in known if not any(_layer(part) >= 0 for part in module.modules() if part is not module)]
-
-
-def _group(model: Any, query_heads: int) -> int:
-    kv_heads = getattr(model.config.get_text_config(), "num_key_value_heads", None) or query_heads
-    return max(query_heads // int(kv_heads), 1)
 
 
 def _chunk(model: Any, positions: int) -> int:
