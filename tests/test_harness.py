@@ -159,6 +159,13 @@ def test_settings_of_the_model_do_not_change_scores(tokenizer: Any) -> None:
     assert sfi.model.generation_config is own
 
 
+def test_a_length_of_the_model_s_own_does_not_count(tokenizer: Any) -> None:
+    sfi = sparse(tokenizer, **FULL)
+    (wanted,) = sfi.generate_until(requests((TEXT, ASKED)), True)
+    sfi.model.generation_config.max_new_tokens = ROOM
+    assert sfi.generate_until(requests((TEXT, ASKED)), True) == [wanted]
+
+
 class TestWarnings:
     def test_requests_without_a_fast_step(self, tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
         sfi = sparse(tokenizer, **SMALL | {"min_context": ROOM - 1})

@@ -160,6 +160,9 @@ class SfiLM(HFLM):  # type: ignore[misc]
         if max_length > self.max_length + 1:
             new = max_length - context.shape[1]
             raise self._too_long("generate_until", context.shape[1], new, self.max_length)
+        if getattr(self.model.generation_config, "max_new_tokens", None) is not None:
+            # The model's own would go before the length that is asked for.
+            how["max_new_tokens"] = max_length - context.shape[1]
         rows = len(context)
         full = torch.arange(self.batch_size, device=context.device).clamp(max=rows - 1)
         how["attention_mask"] = how["attention_mask"][full]
