@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 import sfi_compile
 from sfi_compile import cli
 from sfi_compile.lab import arguments, evaluate, plots, tasks
+from sfi_compile.lab import decode as decoding
 from sfi_compile.lab.errors import LabError
 from sfi_compile.lab.records import Records
 from tests.harness import eager_lowering
@@ -264,7 +267,9 @@ def test_recall_is_the_dense_attention_on_what_memories_hold(folder: Path) -> No
         held, made = [], []
         for i in range(40):
             decoder.step(reference.tokens[:, i : i + 1])
-            at, sites = decoder.supports()
+            supports = decoder.supports()
+            assert supports is not None
+            at, sites = supports
             made.append(at)
             held.append([site.clone() for site in sites])
     assert len({tuple(x) for x in zip(*made, strict=True)}) == 2
@@ -286,16 +291,45 @@ def test_recall_is_the_dense_attention_on_what_memories_hold(folder: Path) -> No
     assert 0.1 < found[0][0] < 1.0
 
 
-def test_without_probabilities_there_is_no_recall(folder: Path, prompt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a model of which not every site gives them."""
+def _one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     real = evaluate.probabilities_of
     monkeypatch.setattr(evaluate, "probabilities_of", lambda model, layers, *rest: real(model, (0,), *rest))
+
+
+def _no_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*given: Any) -> Any:
+        raise LabError("cannot be set to eager attention")
+
+    monkeypatch.setattr(evaluate, "probabilities_of", refuses)
+
+
+def _pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "runners", _With(decoding.runners, SimpleNamespace(next_position=1)))
+
+
+class _With:
+    """The graphs that there are, and another."""
+
+    def __init__(self, real: Any, other: Any) -> None:
+        self.real, self.other = real, other
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([*self.real, self.other])
+
+
+@pytest.mark.parametrize("lacks", [_one_layer, _no_layer, _pieces])
+def test_what_cannot_be_recalled_is_null(
+    lacks: Any, folder: Path, prompt: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model of which not every site gives its probabilities, or none does, or that is compiled in pieces."""
+    lacks(monkeypatch)
     records = Records(None)
     settings = settings_of(folder, prompt, keeps=(0.3,), tasks=("natural",))
     with eager_lowering():
         evaluate.run_eval(settings, records)
     rows = evaluate.found_of(settings, records)
     assert [row["recall"] for row in rows] == [None, None]
+    assert rows[0]["kl"] > 0
     assert evaluate.summarise(rows)[0]["recall"] is None
 
 

@@ -110,16 +110,13 @@ class Decoder:
         """Bytes of packed memory and other state of this model."""
         return sfi_compile.stats().memory_bytes - self._earlier[1]
 
-    def supports(self) -> tuple[list[int | None], list[torch.Tensor]]:
-        """What the memories of the graph that ran last hold, as `DecodeRunner.supports` says. Of `backend="sfi"`.
+    def supports(self) -> tuple[list[int | None], list[torch.Tensor]] | None:
+        """What the memories of the graph that ran last hold, as `DecodeRunner.supports` says.
 
-        Raises:
-            LabError: no graph, or several, have decoded since the last reset: a model compiled in pieces.
+        None where no graph or several have memories: a model compiled in pieces, a cache in which rows stand apart.
         """
         ran = [runner for runner in runners if runner.next_position is not None]
-        if len(ran) != 1:
-            raise LabError(f"{len(ran)} compiled graphs have memories; allowed: one, of the whole model")
-        return ran[0].supports()
+        return ran[0].supports() if len(ran) == 1 else None
 
     def processor_share(self) -> float | None:
         """Processors that this process kept busy in its timed steps; well below 1 on a CPU, others were using them."""

@@ -220,16 +220,21 @@ def _measure(
     sfi_compile.reset()
     first = len(decoder.steps)
     found = []
-    recorder = Recorder()
+    recorder: Recorder | None = Recorder()
     for i in range(reference.steps):
         found.append(_log_probabilities(decoder.step(reference.tokens[:, i : i + 1])))
-        if decoder.sites():
-            recorder.add(*decoder.supports())
+        supports = decoder.supports()
+        if recorder is not None and supports is not None:
+            recorder.add(*supports)
+        else:
+            recorder = None
         advance(1)
     stats = sfi_compile.stats()
     if not stats.sites:
         raise LabError(f"no attention site was rewritten: {'; '.join(map(str, stats.rejections)) or 'no rejections'}")
-    recalls = _recalls(model, cache, reference, recorder, decoder.sites(), advance)
+    recalls: list[list[float | None]] | None = None
+    if recorder is not None:
+        recalls = _recalls(model, cache, reference, recorder, decoder.sites(), advance)
     steps = [s for s in decoder.steps[first:] if not s.compiled]
     shared = {
         # Of a batch that decides row by row: slow rows over all rows and steps.
@@ -242,19 +247,23 @@ def _measure(
     dense = iter(torch.split(reference.log_probabilities, reference.scored.sum(1).tolist()))
     for row in range(len(got)):
         scored, wanted = reference.scored[row], next(dense)
-        yield _compare(got[row][scored], wanted, reference.targets[row][scored]) | shared | {"recall": recalls[row]}
+        yield (
+            _compare(got[row][scored], wanted, reference.targets[row][scored])
+            | shared
+            | {"recall": recalls and recalls[row]}
+        )
 
 
 def _recalls(
     model: Any, cache: Any, reference: Reference, recorder: Recorder, sites: int, advance: Callable[[int], None]
-) -> list[list[float | None] | None]:
+) -> list[list[float | None]] | None:
     """Of each row, how much of dense attention its memory caught, by tokens since it was made, mean over the layers.
 
     None where the layers that give probabilities are not the sites, one for one.
     """
-    batch, positions = len(reference.tokens), max(layer.keys.shape[2] for layer in cache.layers)
+    positions = max(layer.keys.shape[2] for layer in cache.layers)
     reference.restore(cache)
-    caught = torch.zeros(batch, reference.steps)
+    caught = torch.zeros(reference.tokens.shape)
     for start in range(0, reference.steps, CHUNK):
         piece = reference.tokens[:, start : start + CHUNK]
         layers: list[Tensor | None] = []
@@ -262,14 +271,17 @@ def _recalls(
         def catch(layer: int, probabilities: Tensor, start: int = start, layers: list[Any] = layers) -> None:
             layers.append(recorder.caught(probabilities, len(layers), start) if len(layers) < sites else None)
 
-        with torch.no_grad(), probabilities_of(model, None, positions, catch):
-            model(piece, **{cache_keyword(model): cache, "use_cache": True})
+        try:
+            with torch.no_grad(), probabilities_of(model, None, positions, catch):
+                model(piece, **{cache_keyword(model): cache, "use_cache": True})
+        except LabError:  # it gives none
+            return None
         found = [x for x in layers if x is not None]
         if len(layers) != sites:
-            return [None] * batch
+            return None
         caught[:, start : start + CHUNK] = torch.stack(found).mean(0)
         advance(piece.shape[1])
-    return [*recorder.by_age(caught, reference.context)]
+    return recorder.by_age(caught, reference.context)
 
 
 def _compare(got: Tensor, dense: Tensor, targets: Tensor) -> dict[str, Any]:

@@ -245,15 +245,15 @@ def test_counts_in_runs_are_cumulative_sums(size: int) -> None:
             assert row.tolist() == set_at + [-1] * (count - len(set_at))
 
 
-@pytest.mark.parametrize("size", [40, 512, 1000])
-def test_frames_compile(size: int) -> None:
+@pytest.mark.parametrize(("size", "sink"), [(40, 3), (512, 0), (512, 8), (1000, 3)])
+def test_frames_compile(size: int, sink: int) -> None:
     """What a GPU's slow graph holds of `sfi::frame` is compiled by Inductor."""
-    spec = Config.from_options({"sink": 3, "recent": 16}).selector().to_text()
+    spec = Config.from_options({"sink": sink, "recent": 16}).selector().to_text()
     mask = torch.rand(2, 1, 1, size, generator=torch.Generator().manual_seed(0)) < 0.5
     slow_rows, position = torch.tensor([True, True]), torch.tensor([size - 2])
 
     def frame(*values: Tensor) -> tuple[Tensor, ...]:
-        return device.frame(*values, spec, 11, 40)
+        return device.frame(*values, spec, sink + 8, sink + 37)
 
     traced = make_fx(frame)(mask, slow_rows, position)
     found = torch.compile(traced, backend="inductor", fullgraph=True)(mask, slow_rows, position)
