@@ -89,15 +89,19 @@ class DecodeRunner:
     def supports(self) -> tuple[list[int | None], list[Tensor]]:
         """Where each row's memory was made (None: it has none), and the positions that every site's memories hold,
         int64 [B, Hkv, S], -1 for empty slots: the state itself, which the next step changes. Waits for the device."""
-        self.settle()
-        made = [row.refreshed_at if row.valid else None for row in self.rows]
-        return made, [self.state[f"sfi_held_{i}"] for i in range(self.sites)]
+        with self.lock:
+            self._settle_now()
+            made = [row.refreshed_at if row.valid else None for row in self.rows]
+            return made, [self.state[f"sfi_held_{i}"] for i in range(self.sites)]
 
     def settle(self) -> None:
         """Read what the last step left on the device now, instead of with the next step; waits for the device."""
         with self.lock:
-            if self.unsettled is not None:
-                self._settle([values.tolist() for values in self.found.values()])
+            self._settle_now()
+
+    def _settle_now(self) -> None:
+        if self.unsettled is not None:
+            self._settle([values.tolist() for values in self.found.values()])
 
     def __call__(self, *args: Any) -> Any:
         """Run one step with the graph's own inputs.

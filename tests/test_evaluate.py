@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -14,12 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import sfi_compile
 from sfi_compile import cli
 from sfi_compile.lab import arguments, evaluate, plots, tasks
-from sfi_compile.lab import decode as decoding
 from sfi_compile.lab.errors import LabError
 from sfi_compile.lab.records import Records
+from sfi_compile.lab.reference import Reference
 from tests.harness import eager_lowering
 
 
@@ -223,7 +220,7 @@ def test_the_reference_is_the_model_token_by_token(folder: Path, prompt: Path) -
     ids = tokenizer(prompt.read_text())["input_ids"]
     rows = tasks.passages("natural", ids, lambda text: tokenizer(text)["input_ids"], 60, 40, 2, 0)
     cache = static_cache(model, 100)
-    reference = evaluate.Reference.of(model, cache, rows, lambda done: None)
+    reference = Reference.of(model, cache, rows, lambda done: None)
     whole = torch.tensor([[*row.context, *row.targets] for row in rows])
     with torch.no_grad():
         logits = model(whole[:, :-1]).logits[:, 59:].log_softmax(-1)
@@ -236,101 +233,6 @@ def test_the_reference_is_the_model_token_by_token(folder: Path, prompt: Path) -
     for layer, keys in zip(cache.layers, kept, strict=True):
         assert torch.equal(layer.keys[:, :, :59], keys[:, :, :59])
         assert int(layer.cumulative_length) == 59
-
-
-def test_recall_is_the_dense_attention_on_what_memories_hold(folder: Path) -> None:
-    """Against memories read after every step, and attention of the whole text at once."""
-    from sfi_compile.lab.decode import Decoder
-    from sfi_compile.lab.models import load, static_cache
-
-    model, _ = load(str(folder), torch.float32)
-    ids = torch.randint(3, model.config.vocab_size, (200,), generator=torch.Generator().manual_seed(0)).tolist()
-    rows = tasks.passages("natural", ids, encode, 60, 40, 2, 0)
-    rows[1] = tasks.Passage(rows[1].context, rows[1].targets[:25], rows[1].scored[:25])
-    cache = static_cache(model, 103)
-    reference = evaluate.Reference.of(model, cache, rows, lambda done: None)
-    options = {
-        "policy": "topk",
-        "k_head": 8,
-        "recent": 3,
-        "refresh_interval": 6,
-        "min_refresh_gap": 4,
-        "min_context": 0,
-    }
-    # So that rows do not refresh at once.
-    boundary = next(t for t in reference.tokens[0, 10:].tolist() if t not in reference.tokens[1])
-    with eager_lowering():
-        decoder = Decoder(model, cache, "sfi", {"boundary_token_ids": (boundary,), **options})
-        found = [row["recall"] for row in evaluate._measure(decoder, model, cache, reference, lambda done: None)]
-        reference.restore(cache)
-        sfi_compile.reset()
-        held, made = [], []
-        for i in range(40):
-            decoder.step(reference.tokens[:, i : i + 1])
-            supports = decoder.supports()
-            assert supports is not None
-            at, sites = supports
-            made.append(at)
-            held.append([site.clone() for site in sites])
-    assert len({tuple(x) for x in zip(*made, strict=True)}) == 2
-    model.set_attn_implementation("eager")
-    whole = torch.cat([torch.tensor([row.context for row in rows])[:, :-1], reference.tokens], 1)
-    with torch.no_grad():
-        attentions = model(whole, output_attentions=True).attentions
-    for b in (0, 1):
-        of_age: dict[int, list[float]] = {}
-        for i in range(40):
-            shares = []
-            for layer, site in zip(attentions, held[i], strict=True):
-                for head in range(layer.shape[1]):
-                    kept = {int(t) for t in site[b, head // (layer.shape[1] // site.shape[1])] if t >= 0}
-                    shares.append(math.fsum(float(layer[b, head, 59 + i, t]) for t in kept))
-            of_age.setdefault(59 + i - int(made[i][b]), []).append(math.fsum(shares) / len(shares))
-        expected = [math.fsum(of_age[age]) / len(of_age[age]) for age in range(len(of_age))]
-        assert found[b] == pytest.approx(expected, abs=2e-6)
-    assert 0.1 < found[0][0] < 1.0
-
-
-def _one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = evaluate.probabilities_of
-    monkeypatch.setattr(evaluate, "probabilities_of", lambda model, layers, *rest: real(model, (0,), *rest))
-
-
-def _no_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuses(*given: Any) -> Any:
-        raise LabError("cannot be set to eager attention")
-
-    monkeypatch.setattr(evaluate, "probabilities_of", refuses)
-
-
-def _pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "runners", _With(decoding.runners, SimpleNamespace(next_position=1)))
-
-
-class _With:
-    """The graphs that there are, and another."""
-
-    def __init__(self, real: Any, other: Any) -> None:
-        self.real, self.other = real, other
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter([*self.real, self.other])
-
-
-@pytest.mark.parametrize("lacks", [_one_layer, _no_layer, _pieces])
-def test_what_cannot_be_recalled_is_null(
-    lacks: Any, folder: Path, prompt: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a model of which not every site gives its probabilities, or none does, or that is compiled in pieces."""
-    lacks(monkeypatch)
-    records = Records(None)
-    settings = settings_of(folder, prompt, keeps=(0.3,), tasks=("natural",))
-    with eager_lowering():
-        evaluate.run_eval(settings, records)
-    rows = evaluate.found_of(settings, records)
-    assert [row["recall"] for row in rows] == [None, None]
-    assert rows[0]["kl"] > 0
-    assert evaluate.summarise(rows)[0]["recall"] is None
 
 
 def test_summaries_are_means_and_deviations() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import sfi_compile
 from sfi_compile import cli
-from sfi_compile.lab import models, overlap, plots, stability, texts
+from sfi_compile.lab import models, overlap, plots, probabilities, stability, texts
 from sfi_compile.lab.errors import LabError
 from sfi_compile.lab.overlap import DISTANCES, RELATIONS, Track
 from sfi_compile.lab.probabilities import probabilities_of
@@ -183,7 +183,7 @@ def mean_of(numbers: list[tuple[float, float, float]]) -> Any:
 def test_the_command_equals_a_whole_forward(
     folder: Path, prompt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(stability, "CHUNK", 7)
+    monkeypatch.setattr(probabilities, "CHUNK", 7)
     place = with_queries(folder, tmp_path, 40)
     found = run(place, prompt, tmp_path / "out.json", "--keep", "0.2")
     model, tokenizer = models.load(str(place), torch.float32)

@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import itertools
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,19 +19,16 @@ from torch import Tensor
 
 import sfi_compile
 from sfi_compile.config import PRESETS
-from sfi_compile.lab.decode import Decoder, forget_graphs, prefill
+from sfi_compile.lab.decode import Decoder, forget_graphs
 from sfi_compile.lab.errors import LabError
-from sfi_compile.lab.models import cache_keyword, check_positions, load, static_cache
-from sfi_compile.lab.probabilities import probabilities_of
+from sfi_compile.lab.models import check_positions, load, static_cache
 from sfi_compile.lab.progress import Progress
-from sfi_compile.lab.recall import Recorder
+from sfi_compile.lab.recall import Recorder, recalls
 from sfi_compile.lab.records import Records
-from sfi_compile.lab.shapes import rewind
-from sfi_compile.lab.tasks import Passage, check_task, passages
+from sfi_compile.lab.reference import Reference, log_probabilities
+from sfi_compile.lab.tasks import check_task, passages
 from sfi_compile.lab.texts import CHARS_PER_TOKEN, given_text, read_prompt
 
-CHUNK = 32
-"""Tokens after the context that the reference takes at once: bounds the logits of a large vocabulary."""
 LEAST_RECENT = 32
 """Tokens: a short memory still knows the last sentence."""
 
@@ -129,10 +126,19 @@ def run_eval(settings: EvalSettings, records: Records, progress: Progress | None
             decoder = Decoder(model, cache, "sfi", {"boundary_token_ids": boundaries, **options})
             for task in tasks:
                 about = f"{policy}, keep {keep:g}, {task}, context {context}"
-                with show.bar(2 * references[task].steps, about) as advance:
-                    measured = list(_measure(decoder, model, cache, references[task], advance))
+                with show.bar(references[task].steps, about) as advance:
+                    measured, recorder = _measure(decoder, cache, references[task], advance)
+                recalled = None
+                if recorder is not None:
+                    with show.bar(references[task].steps, f"recall, {about}") as advance:
+                        recalled = recalls(model, cache, references[task], recorder, decoder.sites(), advance)
                 key = keys[context, policy, keep, task]
-                records.add([key | {"passage": i} | row for i, row in enumerate(measured)])
+                records.add(
+                    [
+                        key | {"passage": i} | row | {"recall": recalled and recalled[i]}
+                        for i, row in enumerate(measured)
+                    ]
+                )
 
 
 def _keys(settings: EvalSettings) -> dict[tuple[int, str, float, str], dict[str, Any]]:
@@ -154,75 +160,17 @@ def _keys(settings: EvalSettings) -> dict[tuple[int, str, float, str], dict[str,
     return found
 
 
-@dataclasses.dataclass(frozen=True)
-class Reference:
-    """A task's passages as rows of a batch, with what dense attention says of them."""
-
-    tokens: Tensor
-    """int64 [B, steps], fed to the steps: the context's last token, then the targets but for the last."""
-    targets: Tensor
-    """int64 [B, steps]."""
-    scored: Tensor
-    """bool [B, steps]."""
-    log_probabilities: Tensor
-    """float32 [scored, vocabulary], of dense attention, row by row."""
-    filled: tuple[tuple[Tensor, Tensor], ...]
-    """Keys and values of each layer, [B, heads, context, width], of the cache before the first step."""
-    context: int
-    """Tokens in the cache before the first step."""
-
-    @property
-    def steps(self) -> int:
-        """Decode steps."""
-        return self.tokens.shape[1]
-
-    @classmethod
-    def of(cls, model: Any, cache: Any, rows: list[Passage], advance: Callable[[int], None]) -> Reference:
-        """Run the passages through the uncompiled model."""
-        device = model.device
-        steps = max(len(row.targets) for row in rows)
-        # A shorter row goes on with its last token, which does not count.
-        padded = [(*row.targets, *(row.targets[-1:] * (steps - len(row.targets)))) for row in rows]
-        targets = torch.tensor(padded, device=device)
-        context = torch.tensor([row.context for row in rows], device=device)
-        scored = torch.tensor([[*row.scored, *[False] * (steps - len(row.scored))] for row in rows], device=device)
-        tokens = torch.cat([context[:, -1:], targets[:, :-1]], 1)
-        cache.reset()
-        prefill(model, context[:, :-1], cache, advance)
-        length = context.shape[1] - 1
-        filled = tuple((x.keys[:, :, :length].clone(), x.values[:, :, :length].clone()) for x in cache.layers)
-        found = []
-        for start in range(0, steps, CHUNK):
-            piece = tokens[:, start : start + CHUNK]
-            with torch.no_grad():
-                logits = model(piece, **{cache_keyword(model): cache, "use_cache": True}).logits
-            found.append(_log_probabilities(logits))
-            advance(piece.shape[1])
-        return cls(tokens, targets, scored, torch.cat(found, 1)[scored], filled, length)
-
-    def restore(self, cache: Any) -> None:
-        """Fill a cache as it was before the first step."""
-        for layer, (keys, values) in zip(cache.layers, self.filled, strict=True):
-            layer.keys[:, :, : self.context] = keys
-            layer.values[:, :, : self.context] = values
-        rewind(cache, self.context)
-
-
-def _log_probabilities(logits: Tensor) -> Tensor:
-    return logits.float().log_softmax(-1)
-
-
 def _measure(
-    decoder: Decoder, model: Any, cache: Any, reference: Reference, advance: Callable[[int], None]
-) -> Iterator[dict[str, Any]]:
-    """What each row's record says beside its key."""
+    decoder: Decoder, cache: Any, reference: Reference, advance: Callable[[int], None]
+) -> tuple[list[dict[str, Any]], Recorder | None]:
+    """What each row's record says beside its key, and what memories held; None where that cannot be told."""
     reference.restore(cache)
     sfi_compile.reset()
     first = len(decoder.steps)
     found = []
     recorder: Recorder | None = Recorder()
     for i in range(reference.steps):
-        found.append(_log_probabilities(decoder.step(reference.tokens[:, i : i + 1])))
+        found.append(log_probabilities(decoder.step(reference.tokens[:, i : i + 1])))
         supports = decoder.supports()
         if recorder is not None and supports is not None:
             recorder.add(*supports)
@@ -232,9 +180,6 @@ def _measure(
     stats = sfi_compile.stats()
     if not stats.sites:
         raise LabError(f"no attention site was rewritten: {'; '.join(map(str, stats.rejections)) or 'no rejections'}")
-    recalls: list[list[float | None]] | None = None
-    if recorder is not None:
-        recalls = _recalls(model, cache, reference, recorder, decoder.sites(), advance)
     steps = [s for s in decoder.steps[first:] if not s.compiled]
     shared = {
         # Of a batch that decides row by row: slow rows over all rows and steps.
@@ -245,43 +190,11 @@ def _measure(
     }
     got = torch.stack(found, 1)
     dense = iter(torch.split(reference.log_probabilities, reference.scored.sum(1).tolist()))
+    rows = []
     for row in range(len(got)):
         scored, wanted = reference.scored[row], next(dense)
-        yield (
-            _compare(got[row][scored], wanted, reference.targets[row][scored])
-            | shared
-            | {"recall": recalls and recalls[row]}
-        )
-
-
-def _recalls(
-    model: Any, cache: Any, reference: Reference, recorder: Recorder, sites: int, advance: Callable[[int], None]
-) -> list[list[float | None]] | None:
-    """Of each row, how much of dense attention its memory caught, by tokens since it was made, mean over the layers.
-
-    None where the layers that give probabilities are not the sites, one for one.
-    """
-    positions = max(layer.keys.shape[2] for layer in cache.layers)
-    reference.restore(cache)
-    caught = torch.zeros(reference.tokens.shape)
-    for start in range(0, reference.steps, CHUNK):
-        piece = reference.tokens[:, start : start + CHUNK]
-        layers: list[Tensor | None] = []
-
-        def catch(layer: int, probabilities: Tensor, start: int = start, layers: list[Any] = layers) -> None:
-            layers.append(recorder.caught(probabilities, len(layers), start) if len(layers) < sites else None)
-
-        try:
-            with torch.no_grad(), probabilities_of(model, None, positions, catch):
-                model(piece, **{cache_keyword(model): cache, "use_cache": True})
-        except LabError:  # it gives none
-            return None
-        found = [x for x in layers if x is not None]
-        if len(layers) != sites:
-            return None
-        caught[:, start : start + CHUNK] = torch.stack(found).mean(0)
-        advance(piece.shape[1])
-    return recorder.by_age(caught, reference.context)
+        rows.append(_compare(got[row][scored], wanted, reference.targets[row][scored]) | shared)
+    return rows, recorder
 
 
 def _compare(got: Tensor, dense: Tensor, targets: Tensor) -> dict[str, Any]:

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from sfi_compile.lab.errors import LabError
+
+CHUNK = 32
+"""Tokens that attend in one call of the model, at most."""
+CHUNK_BYTES = 2**27
+"""Size of one layer's float32 probabilities of such a chunk, of all query heads, at most (one token always fits)."""
+
+
+def tokens_at_once(model: Any, batch: int, positions: int) -> int:
+    """How many tokens of each row of a batch to give a model whose probabilities over `positions` are wanted."""
+    heads = int(model.config.get_text_config().num_attention_heads)
+    return max(1, min(CHUNK, math.floor(CHUNK_BYTES / (4 * batch * heads * positions))))
 
 
 @contextlib.contextmanager

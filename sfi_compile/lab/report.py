@@ -211,7 +211,7 @@ def show_kernels(screen: Screen, result: Mapping[str, Any]) -> None:
 
 
 RECALL_AGES = 0, 1, 2, 4, 8, 16, 24, 31
-"""Tokens since a memory was made at which `sfi eval` shows what it catches, as far as they occur."""
+"""Tokens since a memory was made at which `sfi eval` shows what it catches, as far as they occur; and the most."""
 
 
 def show_eval(screen: Screen, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -233,7 +233,8 @@ def show_eval(screen: Screen, rows: Sequence[Mapping[str, Any]]) -> None:
     screen.out.print(table)
     recalls = {i: row["recall"] for i, row in enumerate(rows) if row.get("recall")}
     if recalls:
-        ages = [age for age in RECALL_AGES if age < max(map(len, recalls.values()))]
+        most = max(map(len, recalls.values())) - 1
+        ages = [age for age in RECALL_AGES if age < most] + [most]
         title = "share of dense attention that lies on what the memory holds, by tokens since it was made"
         table = _table(title, "task", "policy", "kept", *map(str, ages))
         for i, recall in recalls.items():

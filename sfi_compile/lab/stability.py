@@ -6,7 +6,6 @@ Imports the package's public names and the lab.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from sfi_compile.lab.decode import prefill
 from sfi_compile.lab.errors import LabError
 from sfi_compile.lab.models import check_positions, load, static_cache
 from sfi_compile.lab.overlap import Track, bin_edges, spread, summarise
-from sfi_compile.lab.probabilities import probabilities_of
+from sfi_compile.lab.probabilities import probabilities_of, tokens_at_once
 from sfi_compile.lab.progress import Progress
 from sfi_compile.lab.texts import given_text, prompt_ids
 
@@ -27,10 +26,6 @@ SINK, RECENT = 4, 64
 """Positions at either end of the context that "far" leaves out."""
 BINS = 64
 """Parts of the context in `support_map`."""
-CHUNK = 32
-"""Tokens measured in one call of the model, at most."""
-CHUNK_BYTES = 2**27
-"""Size of one layer's float32 probabilities for such a chunk, at most (one token always fits)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +102,7 @@ def run_stability(settings: StabilitySettings, progress: Progress | None = None)
             track.add(probabilities[0, ..., first:end])
 
     with show.bar(settings.tokens, "measuring") as advance, probabilities_of(model, settings.layers, needed, compare):
-        for chunk in torch.split(ids[:, settings.context :], _chunk(model, needed), dim=1):
+        for chunk in torch.split(ids[:, settings.context :], tokens_at_once(model, 1, needed), dim=1):
             prefill(model, chunk, cache, advance)
     layers = _measured(settings, tracks["all"])
     heads = [tracks["all"][layer].mass().shape[1] for layer in layers]
@@ -185,8 +180,3 @@ def _range(
         "rows": summarise(tracks, ends),
         "by_layer": by_layer,
     }
-
-
-def _chunk(model: Any, positions: int) -> int:
-    heads = int(model.config.get_text_config().num_attention_heads)
-    return max(1, min(CHUNK, math.floor(CHUNK_BYTES / (4 * heads * positions))))
