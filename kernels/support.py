@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 RUN = 256
-"""Positions that are counted by themselves at first (`in_runs`)."""
+"""Positions in a run that `in_runs` counts by itself."""
 
 
 def in_runs(flags: Tensor) -> tuple[Tensor, Tensor]:
-    """How many of the flags, bool [..., N], are set, in runs of positions: a GPU would go through a long row step by
-    step.
+    """How many of the flags, bool [..., N], are set, counted within runs of `RUN` positions, since a scan over a whole
+    row is done by one thread block of a GPU.
 
     Returns:
-        int64 [..., runs, RUN], in its run, up to each position; int64 [..., runs], up to the end of each run.
+        int64 [..., runs, RUN], in its run, up to each position; int64 [..., runs], in this run and those before.
     """
     size = flags.shape[-1]
     runs = max(-(-size // RUN), 1)
@@ -30,8 +30,12 @@ def in_runs(flags: Tensor) -> tuple[Tensor, Tensor]:
 
 def running_count(flags: Tensor) -> Tensor:
     """How many of the flags, bool [..., N], are set up to each position, int64: `flags.cumsum(-1)`."""
-    inside, ends = in_runs(flags)
-    return (inside + (ends - inside[..., -1]).unsqueeze(-1)).flatten(-2)[..., : flags.shape[-1]]
+    return _whole_count(*in_runs(flags))[..., : flags.shape[-1]]
+
+
+def _whole_count(inside: Tensor, ends: Tensor) -> Tensor:
+    """`running_count` from what `in_runs` returns, of whole runs."""
+    return (inside + (ends - inside[..., -1]).unsqueeze(-1)).flatten(-2)
 
 
 def first_places(flags: Tensor, count: int) -> Tensor:
@@ -39,6 +43,9 @@ def first_places(flags: Tensor, count: int) -> Tensor:
     inside, ends = in_runs(flags)
     *rows, runs = ends.shape
     ranks = torch.arange(1, count + 1, device=flags.device).expand(*rows, -1).contiguous()
+    if count > RUN:  # a run for each would be larger than the row
+        found = torch.searchsorted(_whole_count(inside, ends), ranks)
+        return torch.where(found < runs * RUN, found, -1)
     found = torch.searchsorted(ends, ranks)  # the run
     run = found.clamp(max=runs - 1)
     left = ranks - (ends - inside[..., -1]).gather(-1, run)

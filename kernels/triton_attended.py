@@ -196,7 +196,7 @@ def carry(
     length = length_of(slow_rows, status, extent, b % batch)
     if tl.program_id(0) * block >= length:
         return
-    # Most programs have all that they look at before the length: half of the work is finding out.
+    # Most programs lie whole in the row, with all that they look back on: bounds cost as much as the rest of the work.
     first = tl.program_id(0) * block
     if (first >= (ahead + 3) // 4 * 4) & (first + block <= length):
         carry_block(

@@ -13,7 +13,8 @@ from sfi_compile.capture import captured
 class Announcement:
     """Numbers by row, from the host into state tensors that never move.
 
-    On a GPU, all that is one captured graph, which reads from pinned memory; it is captured the second time.
+    Values of one type go over together, in one pinned tensor; on a GPU, copies out of it are one captured graph. It is
+    captured the second time.
 
     Args:
         batch: rows.

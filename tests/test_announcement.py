@@ -23,7 +23,12 @@ class Graph:
 
 
 def told() -> tuple[dict[str, tuple[torch.Tensor, ...]], torch.Tensor, Announcement]:
-    states = {"flags": (torch.zeros(2, dtype=torch.bool),), "at": (torch.zeros(2, dtype=torch.int64),)}
+    """Two of one type, one of them on two devices."""
+    states = {
+        "at": (torch.zeros(2, dtype=torch.int64),),
+        "flags": (torch.zeros(2, dtype=torch.bool), torch.zeros(2, dtype=torch.bool)),
+        "since": (torch.zeros(2, dtype=torch.int64),),
+    }
     zeroed = torch.ones(2, dtype=torch.int64)
     return states, zeroed, Announcement(2, states, (zeroed,))
 
@@ -41,9 +46,11 @@ def test_every_announcement_arrives(on_gpu: bool, monkeypatch: pytest.MonkeyPatc
     one.device = GPU if on_gpu else None
     for i in range(4):
         zeroed.fill_(7)
-        one.tell({"flags": [i % 2, 1], "at": [i, -i], "more": [0, 0]})
-        assert states["flags"][0].tolist() == [i % 2, True]
+        one.tell({"flags": [i % 2, 1], "since": [10 + i, 20], "at": [i, -i], "more": [0, 0]})
+        for state in states["flags"]:
+            assert state.tolist() == [i % 2, True]
         assert states["at"][0].tolist() == [i, -i]
+        assert states["since"][0].tolist() == [10 + i, 20]
         assert not zeroed.any()
     assert made == [GPU] * on_gpu
 
@@ -60,11 +67,11 @@ def test_a_capture_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(announcement, "captured", captured)
     states, _, one = told()
     one.device = GPU
-    one.tell({"flags": [0, 0], "at": [1, 1]})
+    one.tell({"flags": [0, 0], "at": [1, 1], "since": [0, 0]})
     with pytest.raises(RuntimeError, match="another thread"):
-        one.tell({"flags": [0, 0], "at": [2, 2]})
+        one.tell({"flags": [0, 0], "at": [2, 2], "since": [0, 0]})
     for i in (3, 4):
-        one.tell({"flags": [0, 0], "at": [i, i]})
+        one.tell({"flags": [0, 0], "at": [i, i], "since": [0, 0]})
         assert states["at"][0].tolist() == [i, i]
 
 

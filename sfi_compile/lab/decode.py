@@ -111,9 +111,10 @@ class Decoder:
         return sfi_compile.stats().memory_bytes - self._earlier[1]
 
     def supports(self) -> tuple[list[int | None], list[torch.Tensor]] | None:
-        """What the memories of the graph that ran last hold, as `DecodeRunner.supports` says.
+        """What the memories hold, as `DecodeRunner.supports` says, of the one graph in this process that may go on.
 
-        None where no graph or several have memories: a model compiled in pieces, a cache in which rows stand apart.
+        None where there is none (rows of the cache stand at different positions) or are several (a model compiled in
+        pieces, another model that ran since `sfi_compile.reset`).
         """
         ran = [runner for runner in runners if runner.next_position is not None]
         return ran[0].supports() if len(ran) == 1 else None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
+import logging
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,8 @@ from sfi_compile.lab.records import Records
 from sfi_compile.lab.reference import Reference, log_probabilities
 from sfi_compile.lab.tasks import check_task, passages
 from sfi_compile.lab.texts import CHARS_PER_TOKEN, given_text, read_prompt
+
+log = logging.getLogger("sfi_compile")
 
 LEAST_RECENT = 32
 """Tokens: a short memory still knows the last sentence."""
@@ -172,10 +175,11 @@ def _measure(
     for i in range(reference.steps):
         found.append(log_probabilities(decoder.step(reference.tokens[:, i : i + 1])))
         supports = decoder.supports()
+        if supports is None and recorder is not None:
+            log.warning("no recall: no graph, or several, whose memories can be read; see docs/cli.md")
+            recorder = None
         if recorder is not None and supports is not None:
             recorder.add(*supports)
-        else:
-            recorder = None
         advance(1)
     stats = sfi_compile.stats()
     if not stats.sites:

@@ -173,11 +173,16 @@ def test_adversarial_logits(kind: str) -> None:
         Attended(weight=1.0, ahead=4, decay=0.0),
         Attended(weight=0.5, ahead=0),
         Attended(by_value=True, weight=0.2, ahead=17, decay=0.93),
+        # What is looked back on ends just before a program's positions, and just in those before it.
+        Attended(weight=0.2, ahead=13, decay=0.9),
+        Attended(weight=0.2, ahead=16, decay=0.9),
     ],
 )
 def test_every_form_of_the_score(score: Attended) -> None:
     assert_right([row_of(30), row_of(31, extent=77), row_of(32, since=0)], score)
     assert_right([row_of(33, heads=3, rows=1), row_of(34, heads=3, rows=1, since=40)], score, k=SIZE)
+    # Lengths about a multiple of what a program of `carry` takes.
+    assert_right([row_of(35 + e, heads=1, extent=e) for e in (95, 96, 97)], score)
 
 
 def test_a_score_without_a_history_reads_none() -> None:
@@ -215,14 +220,15 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+@pytest.mark.parametrize("ahead", [17, attended_cuda.MOST_AHEAD])
 @pytest.mark.parametrize("capability", TARGETS)
-def test_compiles_without_spills(capability: int) -> None:
+def test_compiles_without_spills(capability: int, ahead: int) -> None:
     from sfi_compile.kernels import triton_attended
     from tests.kernels.triton_launches import recorded
 
     ints = [meta(*shape, dtype=torch.int64) for shape in ((4,), (4, 3), (1,), (4,))]
     own = (meta(4, 8, 4, 131072), meta(4, 8, 4), meta(4, 8, 131072), meta(4, 8, 131072))
-    score = Attended(0.99, 1.0, True, 0.3, 17, 0.8)
+    score = Attended(0.99, 1.0, True, 0.3, ahead, 0.8)
     with recorded(triton_attended, "add", "carry") as launches, recorded_elsewhere():
         lists = ([x] * 3 for x in own)
         found = attended_cuda.select_rows(*lists, meta(4, dtype=torch.bool), *ints, meta(4, 131072), score, 1536)

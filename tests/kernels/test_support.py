@@ -231,23 +231,24 @@ def test_slots_in_their_layout(allowed: Tensor, sink: int, recent: int, heads: i
     assert held[:, sink + k + recent :].eq(-1).all()
 
 
-@pytest.mark.parametrize("size", [1, 255, 256, 257, 1536, 5000])
+@pytest.mark.parametrize("size", [0, 1, 255, 256, 257, 1536, 5000])
 def test_counts_in_runs_are_cumulative_sums(size: int) -> None:
-    flags = torch.rand(3, size, generator=torch.Generator().manual_seed(size)) < 0.3
-    flags[2] = False
+    flags = torch.rand(4, size, generator=torch.Generator().manual_seed(size)) < 0.3
+    flags[2], flags[3] = False, True
     found = support.running_count(flags)
     assert found.dtype == torch.int64
     assert torch.equal(found, flags.cumsum(-1))
-    for count in (1, 4, 300):
+    for count in (0, 1, 4, 256, 257, 6000):
         places = support.first_places(flags, count)
+        assert places.shape == (4, count)
         for row, own in zip(places, flags, strict=True):
             set_at = own.nonzero().flatten()[:count].tolist()
             assert row.tolist() == set_at + [-1] * (count - len(set_at))
 
 
-@pytest.mark.parametrize(("size", "sink"), [(40, 3), (512, 0), (512, 8), (1000, 3)])
+@pytest.mark.parametrize(("size", "sink"), [(40, 3), (512, 0), (512, 8), (1000, 3), (1000, 300)])
 def test_frames_compile(size: int, sink: int) -> None:
-    """What a GPU's slow graph holds of `sfi::frame` is compiled by Inductor."""
+    """What a GPU's slow graph holds of `sfi::frame` is compiled by Inductor; here, for a CPU."""
     spec = Config.from_options({"sink": sink, "recent": 16}).selector().to_text()
     mask = torch.rand(2, 1, 1, size, generator=torch.Generator().manual_seed(0)) < 0.5
     slow_rows, position = torch.tensor([True, True]), torch.tensor([size - 2])
