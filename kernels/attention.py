@@ -164,8 +164,8 @@ def dense_row(
             attend to nothing gets zeros.
 
     Returns:
-        output [Hkv, G*Q, Dv] in q's dtype, and the masked logits [Hkv, G*Q, N], float32 (float64 for float64); without
-        `fill`, zero for a query that may attend to nothing where others may.
+        output [Hkv, G*Q, Dv] in q's dtype, and the masked logits [Hkv, G*Q, N], float32 (float64 for float64), -inf
+        where they have no weight.
     """
     logits = row_logits(q, k, scale, softcap)
     if mask is not None:
@@ -175,7 +175,4 @@ def dense_row(
         # As in scaled_dot_product_attention, a query that may attend to nothing gets zeros, not 0/0.
         nothing = logits.amax(-1, keepdim=True) == NEG_INF
         weights = weights.masked_fill_(nothing, 0.0)
-        if mask.shape[:-1] != (1, 1):
-            # Beside others that may: it prefers no token, and must not make the evidence of all NaN.
-            logits = logits.masked_fill(nothing & ~nothing.all(), 0.0)
     return torch.matmul(weights.to(v.dtype), v), logits

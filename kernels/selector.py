@@ -8,6 +8,8 @@ logs, all in float32. Source: arXiv 2603.12038 (Selector) and docs/design.md, "S
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -22,9 +24,10 @@ MIN_NORM = 1e-6
 def log_evidence(logits: Tensor, candidates: Tensor, alpha: float) -> Tensor:
     """Power mean over the evidence rows of the attention probabilities, in logs: [H, R, N] → [H, N].
 
-    Renormalised over the candidates: its exponentials sum to one (NaN without candidates).
+    Renormalised over the candidates: its exponentials sum to one (NaN without candidates). A query that may attend to
+    nothing, a row of -inf, prefers no token.
     """
-    log_p = logits.log_softmax(-1)
+    log_p = logits.log_softmax(-1).nan_to_num_(-math.log(logits.shape[-1]), neginf=NEG_INF)
     if alpha:
         # A log-sum-exp by hand: torch's takes twice as long. The division by the number of rows is a constant, which
         # the renormalisation takes out; the bound is for columns in which all are -inf.

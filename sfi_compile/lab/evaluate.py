@@ -173,7 +173,7 @@ def _measure(
     found = []
     recorder: Recorder | None = Recorder()
     for i in range(reference.steps):
-        found.append(log_probabilities(decoder.step(reference.tokens[:, i : i + 1])))
+        found.append(log_probabilities(decoder.step(reference.tokens[:, i : i + 1])).cpu())
         supports = decoder.supports()
         if supports is None and recorder is not None:
             log.warning("no recall: no graph, or several, whose memories can be read; see docs/cli.md")
@@ -192,12 +192,12 @@ def _measure(
         "rejections": len(stats.rejections),
         "tokens_per_second": len(reference.tokens) * len(steps) / sum(s.seconds for s in steps) if steps else None,
     }
-    got = torch.stack(found, 1)
-    dense = iter(torch.split(reference.log_probabilities, reference.scored.sum(1).tolist()))
+    every, targets = reference.scored.cpu(), reference.targets.cpu()
+    dense = torch.split(reference.log_probabilities, every.sum(1).tolist())
     rows = []
-    for row in range(len(got)):
-        scored, wanted = reference.scored[row], next(dense)
-        rows.append(_compare(got[row][scored], wanted, reference.targets[row][scored]) | shared)
+    for b, (scored, wanted) in enumerate(zip(every, dense, strict=True)):
+        got = torch.stack([found[i][b] for i in scored.nonzero().flatten().tolist()])
+        rows.append(_compare(got, wanted, targets[b][scored]) | shared)
     return rows, recorder
 
 

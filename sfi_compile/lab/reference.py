@@ -1,4 +1,7 @@
-"""Passages as rows of a batch, and what dense attention says of them. Imports the lab only."""
+"""Passages as rows of a batch, and what dense attention says of them. Imports torch and the lab.
+
+What is kept of every task lies on the host: a device has room for one cache.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +32,9 @@ class Reference:
     scored: Tensor
     """bool [B, steps]."""
     log_probabilities: Tensor
-    """float32 [scored, vocabulary], of dense attention, row by row."""
-    filled: tuple[tuple[Tensor, Tensor], ...]
-    """Keys and values of each layer, [B, heads, context, width], of the cache before the first step."""
+    """float32 [scored, vocabulary], of dense attention, row by row; on the CPU."""
+    filled: tuple[tuple[Tensor, ...], ...]
+    """Keys and values of each layer, [B, heads, context, width], of the cache before the first step; on the CPU."""
     context: int
     """Tokens in the cache before the first step."""
     lengths: tuple[int, ...]
@@ -57,15 +60,18 @@ class Reference:
         cache.reset()
         prefill(model, context[:, :-1], cache, advance)
         length = context.shape[1] - 1
-        filled = tuple((x.keys[:, :, :length].clone(), x.values[:, :, :length].clone()) for x in cache.layers)
-        found = []
+        filled = tuple(
+            tuple(x[:, :, :length].to("cpu", copy=True) for x in (layer.keys, layer.values)) for layer in cache.layers
+        )
+        found: list[list[Tensor]] = [[] for _ in rows]
         for start in range(0, steps, CHUNK):
             piece = tokens[:, start : start + CHUNK]
             with torch.no_grad():
                 logits = model(piece, **{cache_keyword(model): cache, "use_cache": True}).logits
-            found.append(log_probabilities(logits))
+            for b, count in enumerate(scored[:, start : start + CHUNK]):
+                found[b].append(log_probabilities(logits[b][count]).cpu())
             advance(piece.shape[1])
-        return cls(tokens, targets, scored, torch.cat(found, 1)[scored], filled, length, lengths)
+        return cls(tokens, targets, scored, torch.cat([part for row in found for part in row]), filled, length, lengths)
 
     def restore(self, cache: Any) -> None:
         """Fill a cache as it was before the first step."""

@@ -240,12 +240,16 @@ def accumulate(
         if not tokens[b]:
             history[b] = 0.0
         past, own = history[b, :, : lengths[b]], logits[b, ..., : lengths[b]]
-        # All -inf, which is so where no query may attend to anything, nothing is added. Beside others that may, such a
-        # query's logits are zero (`attention.dense_row`): it adds the same everywhere.
+        # A query that may attend to nothing, whose logits are -inf, adds nothing.
         attention = own.softmax(-1).nan_to_num_(0.0).sum(1)
         if found[b] > RowStatus.SHORT:
             attention.zero_()
         past.copy_(policy.accumulated(past, attention, tokens[b]))
+        # What a mask hides now and an earlier step saw: zero almost always.
+        hidden = history[b, :, lengths[b] :]
+        if hidden.any():
+            faded = policy.accumulated(hidden, torch.zeros_like(hidden), tokens[b])
+            hidden.copy_(torch.where(hidden > 0.0, faded, 0.0))
 
 
 fake_of(accumulate)(only_writes)
@@ -331,9 +335,7 @@ def _earlier(queries: Tensor, at: Tensor, keys: Tensor, logits: Tensor, scale: f
     found = attention.row_logits(packed, keys, scale, softcap).to(logits.dtype)
     seen = (logits > attention.NEG_INF).any(1, keepdim=True)
     past = torch.arange(keys.shape[1], device=keys.device) <= at.repeat(queries.shape[0] // keys.shape[0])[:, None]
-    allowed = seen & past
-    # One that saw nothing of what this step sees prefers no token.
-    return torch.where(allowed, found, attention.NEG_INF).masked_fill(~allowed.any(-1, keepdim=True), 0.0)
+    return torch.where(seen & past, found, attention.NEG_INF)
 
 
 @fake_of(select)

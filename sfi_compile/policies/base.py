@@ -25,7 +25,7 @@ class Evidence:
     the step, then of the tokens before it if there is an `evidence_window`), N positions, keys of width D."""
 
     logits: Tensor
-    """float32 [H, R, N], the site's own; -inf where masked."""
+    """float32 [H, R, N], the site's own; -inf where masked, which can be all of a row."""
     keys: Tensor
     """[H, N, D]; off the candidates they may hold anything, NaN included."""
     candidates: Tensor

@@ -16,7 +16,7 @@ from sfi_compile.policies.base import Evidence, Policy, register
 class Sfi(Policy):
     """Evidence, prior, fusion, soft suppression and exclusivity (arXiv 2603.12038, "Selector").
 
-    The only one that GPUs have kernels for.
+    GPUs have kernels of its own for it (`kernels/select_cuda.py`).
     """
 
     name: ClassVar[str] = "sfi"

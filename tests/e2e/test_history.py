@@ -100,9 +100,9 @@ def test_accumulate_against_literal_loops(policy: str, left: Callable[[int], flo
         tokens, length = int(since[b]), int(lengths[b])
         if tokens == 0:
             wanted[b] = 0.0
+        wanted[b] *= left(tokens)  # also what is hidden now, past the extent
         for h in range(2):
             for t in range(length):
-                wanted[b, h, t] *= left(tokens)
                 for row in logits[b, h].double() if b not in (broken, broken_anew, ahead) else ():
                     total = sum(math.exp(x) for x in row[:length].tolist())
                     wanted[b, h, t] += math.exp(float(row[t])) / total if total else 0.0
@@ -113,8 +113,8 @@ def test_accumulate_against_literal_loops(policy: str, left: Callable[[int], flo
     for b, h in itertools.product((goes_on, empty), range(2)):
         # The same as the oracle that kernels are measured against has it.
         allowed = torch.arange(SIZE) < lengths[b]
-        same = reference.attended(before[b, h].where(allowed, 0.0), logits[b, h], allowed, left(int(since[b])))
-        torch.testing.assert_close(history[b, h].double().where(allowed, 0.0), same, rtol=1e-5, atol=1e-6)
+        same = reference.attended(before[b, h], logits[b, h], allowed, left(int(since[b])))
+        torch.testing.assert_close(history[b, h].double(), same, rtol=1e-5, atol=1e-6)
 
 
 def test_select_shows_the_history() -> None:
@@ -124,6 +124,20 @@ def test_select_shows_the_history() -> None:
     place = torch.where(torch.arange(SIZE) < 9, 0.0, -torch.inf)[None]
     asked = (logits, keys, torch.tensor([True]), torch.tensor([0]), torch.tensor([[10, 10, 0]]), place, spec_of("h2o"))
     assert torch.ops.sfi.select(*asked, history=history).tolist() == [[[3, 5, 8]]]
+
+
+def test_a_query_that_may_attend_to_nothing_adds_nothing() -> None:
+    """Padding beside a token of the same step."""
+    q, k = torch.randn(1, 4, 2, 4), torch.randn(1, 2, SIZE, 4)
+    mask = torch.zeros(1, 1, 2, SIZE, dtype=torch.bool)
+    mask[..., 1, 3:8] = True
+    slow, status, context = torch.tensor([True]), torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    extent, history = torch.tensor([[5, 8, 0]]), torch.zeros(1, 2, SIZE)
+    out, logits = torch.ops.sfi.dense_attention(q, k, k, mask, slow, extent, 0.5, status, context)
+    torch.ops.sfi.accumulate(logits, slow, status, extent, torch.tensor([0]), spec_of("reach"), history)
+    assert not out[:, :, 0].any()
+    assert not history[..., :3].any()
+    torch.testing.assert_close(history.sum(-1), torch.full((1, 2), 2.0))  # of two query heads each
 
 
 def runner_of() -> DecodeRunner:

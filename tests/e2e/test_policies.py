@@ -282,12 +282,12 @@ def test_earlier_queries_against_literal_loops() -> None:
                     capped = [5 * math.tanh(x / 5) if s else -math.inf for x, s in zip(raw, sees, strict=True)]
                     wanted.append(capped)
             torch.testing.assert_close(found[h], torch.tensor(wanted), rtol=1e-5, atol=1e-5)
-    # What saw nothing of what this step sees prefers nothing, and spoils nothing.
+    # What saw nothing of what this step sees is no evidence, and spoils nothing.
     Witness.seen.clear()
     near = own.masked_fill(torch.arange(size) < 8, -torch.inf)
     torch.ops.sfi.select(near, *asked[1:])
     [found] = Witness.seen
-    assert (found[:, [2, 3, 5, 6]] == 0.0).all()
+    assert (found[:, [2, 3, 5, 6]] == -torch.inf).all()
     assert found[:, [4, 7], at - 1].isfinite().all()
 
 

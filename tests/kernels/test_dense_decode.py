@@ -100,15 +100,15 @@ def check(site: Site, tile: Tile | None = SMALL, norm_of_values: bool = False) -
         expected = torch.where(read[..., 0], measured.double().norm(dim=-1).clamp_min(1e-6).log(), 0)
         assert (norms - expected).abs().max() <= 2e-6 * (1 + expected.abs().max())
 
-        # The plain form says the same of logits and output, but for queries that may attend to nothing beside others.
+        # The plain form says the same of logits and output.
         plain_mask = attention.pack_mask(row_mask[None], q.shape[1], kv_heads, q.shape[2])[0]
         columns = None if sinks is None else sinks.float().reshape(kv_heads, packed.shape[2], -1)
         plain, plain_logits = attention.dense_row(packed[b], k, v, plain_mask, site.scale, site.softcap, columns)
         assert (
             attention.unpack_queries(plain[None], q.shape[1])[0] - out[b]
         ).abs().max() <= 4 * rounding * v.abs().max()
-        same = kept & some.unsqueeze(-1)
-        assert ((plain_logits - logits[b, ..., :n]).abs() <= 2 * bound)[same].all()
+        assert torch.equal(plain_logits == -math.inf, blocked)
+        assert ((plain_logits - logits[b, ..., :n]).abs() <= 2 * bound)[kept].all()
     return found
 
 

@@ -142,6 +142,17 @@ def test_a_dominant_key_is_chosen_and_a_large_norm_is_damped() -> None:
     assert scores[20] < plain < scores[8]
 
 
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_a_query_that_may_attend_to_nothing_prefers_no_token(preset: str) -> None:
+    logits, every = torch.randn(3, 4, 20), torch.ones(20, dtype=torch.bool)
+    logits[:, 1] = 0.0
+    keys, spec = torch.randn(3, 20, 2), spec_with(preset)
+    expected = score_of(logits, keys, every, spec)
+    logits[:, 1] = -INF
+    torch.testing.assert_close(score_of(logits, keys, every, spec), expected)
+    assert expected.isfinite().all()
+
+
 def test_one_candidate_is_chosen_by_every_head() -> None:
     cand = torch.zeros(8, dtype=torch.bool)
     cand[5] = True

@@ -145,8 +145,6 @@ class Oracle:
                 for one in of_head:
                     if (one > -torch.inf).any():
                         total[i, h] += one.softmax(-1)
-                    elif (layer > -torch.inf).any():  # padding beside a token: it prefers none
-                        total[i, h, : position + 1] += 1.0 / (position + 1)
         return total
 
     def refresh(
