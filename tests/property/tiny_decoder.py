@@ -53,6 +53,7 @@ class Variant:
     sentence_cooldown: int = 2
     min_context: int = 0
     strict: bool = True
+    dtype: torch.dtype = torch.float32
 
     @property
     def config(self) -> Config:
@@ -90,6 +91,8 @@ H2O = Variant(policy="h2o(decay=0.75)", min_context=8, layers=3)
 FULL_H2O = dataclasses.replace(FULL, policy="h2o")
 PYRAMID = Variant(policy="pyramidkv(queries=1,pool=3,beta=3.0)", layers=3, budgets=(7, 4, 1))
 FULL_PYRAMID = dataclasses.replace(FULL, policy="pyramidkv")
+EXACT = Variant(dtype=torch.float64)
+EXACT_EAGER = Variant(dtype=torch.float64, form="eager", softcap=1.5, sinks=True, group=3, policy="sfi")
 SHAPES = {
     "small": SMALL,
     "many heads": MANY_HEADS,
@@ -110,6 +113,8 @@ VARIANTS = {
     "fading": FADING,
     "history": H2O,
     "budgets by layer": PYRAMID,
+    "float64": EXACT,
+    "float64, eager, paper's": EXACT_EAGER,
 }
 
 
@@ -195,8 +200,8 @@ def rms(x: Tensor) -> Tensor:
 def rotate(x: Tensor, positions: Tensor) -> Tensor:
     """x [B, H, T, D], positions [B, T]."""
     half = x.shape[-1] // 2
-    frequency = 100.0 ** (-torch.arange(half) / half)
-    angle = (positions[:, None, :, None] * frequency).to(x.dtype)
+    frequency = 100.0 ** (-torch.arange(half, dtype=x.dtype) / half)
+    angle = positions[:, None, :, None] * frequency
     a, b = x[..., :half], x[..., half:]
     return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1)
 
@@ -289,5 +294,5 @@ def eager_lowering() -> Iterator[None]:
 @functools.cache
 def compiled(variant: Variant) -> tuple[TinyDecoder, Callable[..., Tensor]]:
     """The decoder of a variant and its compiled form; one per process, so that no graph is compiled twice."""
-    model = TinyDecoder(variant)
+    model = TinyDecoder(variant).to(variant.dtype)
     return model, torch.compile(model, backend="sfi", dynamic=False, options=variant.options)
