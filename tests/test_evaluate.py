@@ -107,6 +107,9 @@ class TestOptions:
         found = evaluate.options_of("paper-quality", 0.5, 1000, {"recent": 100, "refresh_interval": 8})
         assert found["preset"] == "paper-quality"
         assert (found["recent"], found["k_head"], found["refresh_interval"]) == (100, 396, 8)
+        fresh = evaluate.options_of("fresh", 0.5, 1000, {"refresh_interval": 8, "sink": 2})
+        assert "refresh_interval" not in fresh
+        assert fresh["sink"] == 2
 
     @pytest.mark.parametrize(
         ("policy", "keep", "options", "message"),
@@ -300,10 +303,10 @@ def test_a_figure_has_a_line_for_each_policy(tmp_path: Path, monkeypatch: pytest
     drawn: list[Any] = []
     monkeypatch.setattr(pyplot, "close", drawn.append)
     rows = [
-        {"task": task, "context": 100, "policy": policy, "keep": keep, "delta": 1.0, "delta_spread": 0.1, "passages": 4}
-        for task in ("copy", "natural") for policy in ("topk", "fresh") for keep in (0.1, 0.2)
+        {"task": task, "context": n, "policy": policy, "keep": keep, "delta": 1.0, "delta_spread": 0.1, "passages": 4}
+        for task in ("natural", "copy") for policy in ("topk", "fresh") for keep in (0.1, 0.2) for n in (200, 100)
     ]  # fmt: skip
     plots.plot_eval(rows, tmp_path / "e.png")
     panels = drawn[0].axes
-    assert [panel.get_title() for panel in panels] == ["copy, 100", "natural, 100"]
+    assert [panel.get_title() for panel in panels] == ["copy, 100", "natural, 100", "copy, 200", "natural, 200"]
     assert all(len(panel.containers) == 2 for panel in panels)

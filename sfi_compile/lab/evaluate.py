@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 import sfi_compile
+from sfi_compile import policies
 from sfi_compile.config import PRESETS
 from sfi_compile.lab.decode import Decoder, forget_graphs
 from sfi_compile.lab.errors import LabError
@@ -71,6 +72,8 @@ def options_of(policy: str, keep: float, context: int, options: dict[str, Any]) 
         if key in options:
             raise LabError(f"--option {key}: given by --{given}")
     chosen = {"preset": policy} if policy in PRESETS else {"policy": policy}
+    if policies.parse(sfi_compile.Config.from_options(chosen).policy).reads_memory:
+        options = {key: value for key, value in options.items() if key != "refresh_interval"}
     config = sfi_compile.Config.from_options({**chosen, **options})
     budget = round(keep * context)
     share = config.recent / (config.sink + config.recent + config.k_head)

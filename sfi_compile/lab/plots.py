@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ def plot_bench(result: Mapping[str, Any], path: Path) -> None:
 
 
 def plot_eval(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Loss over dense against the share kept: a panel for each task and context, a line for each policy.
+    """Loss over dense against the share kept: a column for each task, a row for each context, a line for each policy.
 
     `fresh`, the ceiling, and `random`, the floor, are dotted.
 
@@ -81,10 +82,11 @@ def plot_eval(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         LabError: matplotlib is missing.
     """
     pyplot = import_pyplot()
-    panels = sorted({(row["task"], row["context"]) for row in rows})
+    tasks, contexts = (sorted({row[key] for row in rows}) for key in ("task", "context"))
     policies = list(dict.fromkeys(row["policy"] for row in rows))
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(1.5 + 4 * len(panels), 4.5), squeeze=False)
-    for (task, context), panel in zip(panels, axes[0], strict=True):
+    size = 1.5 + 4 * len(tasks), 0.5 + 4 * len(contexts)
+    figure, axes = pyplot.subplots(len(contexts), len(tasks), figsize=size, squeeze=False)
+    for (context, task), panel in zip(itertools.product(contexts, tasks), axes.flat, strict=True):
         for i, policy in enumerate(policies):
             own = [r for r in rows if (r["task"], r["context"], r["policy"]) == (task, context, policy)]
             found = sorted((r["keep"], r["delta"], r["delta_spread"] or 0.0, r["passages"]) for r in own)
@@ -102,7 +104,8 @@ def plot_eval(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         panel.set_xlabel("kept, % of the context")
         panel.grid(True, alpha=0.3)
         panel.axhline(0.0, color="black", linewidth=0.8)
-    axes[0][0].set_ylabel("NLL over dense, nats a token")
+    for row in axes:
+        row[0].set_ylabel("NLL over dense, nats a token")
     axes[0][-1].legend(fontsize="small")
     figure.tight_layout()
     figure.savefig(path, dpi=150)
